@@ -1,0 +1,6 @@
+"""`python -m pipefit`: the same as the `pipefit` command (torchrun starts it so)."""
+
+from pipefit.cli import main
+
+if __name__ == "__main__":
+    main()

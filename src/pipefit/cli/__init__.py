@@ -1,0 +1,56 @@
+"""The command line: one file a command. A file `cli/NAME.py` that defines `command` becomes `pipefit NAME`.
+
+Command modules keep their imports light (typer and the standard library) and import the rooms they use inside the
+function, so that `pipefit --help` answers at once. A PipefitError is printed as it is and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import typer
+
+from pipefit import __version__
+from pipefit.errors import PipefitError
+
+
+def build_app() -> typer.Typer:
+    """The whole command line, found by walking the modules of this package."""
+    app = typer.Typer(
+        help="Fit a training job to the cluster you really have: plan, train, and compare.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
+        command = importlib.import_module(f"{__name__}.{module.name}")
+        if hasattr(command, "command"):
+            app.command(name=module.name.replace("_", "-"))(command.command)
+    return app
+
+
+def main() -> None:
+    """The entry point `pipefit`."""
+    try:
+        build_app()()
+    except PipefitError as error:
+        print(f"pipefit: {error.text()}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"pipefit {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    """Fit a training job to the cluster you really have."""

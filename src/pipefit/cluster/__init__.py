@@ -1,0 +1,1 @@
+"""What the machines are: clusters, devices and links."""

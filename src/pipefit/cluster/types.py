@@ -1,0 +1,93 @@
+"""What the machines are: hosts of devices, links within a host and matrices between hosts, with their provenance.
+
+A cluster is a fact: measured, or taken from data sheets and marked so. Nothing is assumed silently: a link that is
+missing is an error that names it. Host-to-host links are matrices per rail; links inside a host are classes; there
+is never an N x N matrix of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Source = Literal["measured", "data-sheet", "assumed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where a figure came from."""
+
+    source: Source
+    when: str = ""
+    "ISO 8601 time of measuring, or '' for a data sheet."
+    where: str = ""
+    "Machine, software versions or document, in words."
+    environment: Mapping[str, str] = field(default_factory=dict)
+    "Fingerprint of the software it was measured with."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One kind of accelerator (or CPU core set): its data-sheet figures."""
+
+    name: str
+    memory_bytes: int
+    "Memory that a process may use."
+    peak_flops_per_s: Mapping[str, float]
+    "Dense peak by dtype: `float64`, `float32`, `bfloat16`."
+    memory_bandwidth_bytes_per_s: float
+    efficiency: float = 0.5
+    "Share of the peak that large matrix products reach; a data-sheet guess until it is measured."
+    overhead_s: float = 5e-6
+    "Time that issuing one operator costs."
+    provenance: Provenance = Provenance(source="data-sheet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One way from a device to another."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    repeatability: float = 1.0
+    "Correlation of this entry between repeated measurements; 1 for a data sheet."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine."""
+
+    name: str
+    kind: str
+    "Key into the cluster's device kinds."
+    devices: int
+    link: str
+    "Key into the cluster's link classes: how its devices reach each other."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rail:
+    """One network that joins the hosts: matrices [source host][target host]; the diagonal is not read."""
+
+    name: str
+    latency_s: tuple[tuple[float, ...], ...]
+    bandwidth_bytes_per_s: tuple[tuple[float, ...], ...]
+    repeatability: tuple[tuple[float, ...], ...] = ()
+    "Empty when it was not measured."
+    shared_ports: bool = True
+    "Whether one host's sends to several hosts share that host's port."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines of a run. Devices are numbered host by host."""
+
+    name: str
+    kinds: Mapping[str, DeviceKind]
+    links: Mapping[str, Link]
+    "Link classes within a host."
+    hosts: tuple[Host, ...]
+    rails: tuple[Rail, ...]
+    provenance: Provenance
+    version: int = 1

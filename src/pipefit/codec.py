@@ -1,0 +1,178 @@
+"""Frozen dataclasses to JSON and back, strictly: an unknown, missing or wrong field is one clear FormatError.
+
+Supports what our types use: dataclasses, tuples, mappings with string keys, optionals, unions of plain types,
+`Literal`, int, float, str, bool. Reloading what was dumped gives an equal object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipefit.errors import FormatError
+
+T = TypeVar("T")
+
+
+def to_data(value: Any) -> Any:
+    """Plain JSON data of a dataclass (nested ones, tuples and mappings included). Default-valued fields are kept."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_data(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_data(item) for key, item in value.items()}
+    return value
+
+
+def from_data(kind: type[T], data: Any, where: str) -> T:
+    """An object of dataclass `kind` from JSON data. `where` names the file for the error message.
+
+    Raises FormatError naming the path of the wrong field, what was seen and what is allowed.
+    """
+    return typing.cast(T, _build(kind, data, where))
+
+
+def dump_text(value: Any) -> str:
+    """JSON text with short arrays on one line, so that a person can read, edit and diff it."""
+    return _pretty(to_data(value), 0) + "\n"
+
+
+def load_text(kind: type[T], text: str, where: str) -> T:
+    """The inverse of `dump_text`. A text that is not JSON gives a FormatError with line and column."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FormatError(
+            "The file is not valid JSON; it may have been cut short.",
+            where=f"{where}, line {error.lineno}, column {error.colno}",
+            seen=error.msg,
+            next_step="restore the file, or make it again with the command that wrote it",
+        ) from None
+    return from_data(kind, data, where)
+
+
+def load_file(kind: type[T], path: Path) -> T:
+    """`load_text` of a file; a file that is absent or unreadable is a FormatError too."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError("The file cannot be read.", where=str(path), seen=error) from None
+    return load_text(kind, text, str(path))
+
+
+def digest(value: Any) -> str:
+    """A short stable hash (16 hex digits of SHA-256) of the JSON form of `value`."""
+    canonical = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    if kind is Any:
+        return data
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _build_dataclass(kind, data, where)
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if origin is typing.Literal:
+        if data not in arguments:
+            raise _wrong("The value is not one of the choices.", where, data, ", ".join(map(repr, arguments)))
+        return data
+    if origin in (types.UnionType, typing.Union):
+        return _build_union(arguments, data, where)
+    if origin is tuple:
+        return _build_tuple(arguments, data, where)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(data, dict):
+            raise _wrong("An object is needed here.", where, data, "{...}")
+        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    return _build_plain(kind, data, where)
+
+
+def _build_dataclass(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong("An object is needed here.", where, data, f"the fields of {kind.__name__}")
+    hints = _hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in data:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else None
+            raise FormatError(
+                f"Unknown field {name!r}.", where=where, seen=name, allowed=", ".join(fields), next_step=hint
+            )
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _build(
+                hints[name], data[name], f"{where}: {name}" if ":" not in where else f"{where}.{name}"
+            )
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise FormatError(f"The field {name!r} is missing.", where=where, allowed=", ".join(fields))
+    return kind(**values)
+
+
+def _build_union(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in arguments:
+        return None
+    errors = []
+    for argument in arguments:
+        if argument is type(None):
+            continue
+        try:
+            return _build(argument, data, where)
+        except FormatError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def _build_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
+    if not isinstance(data, (list, tuple)):
+        raise _wrong("A list is needed here.", where, data, "[...]")
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(_build(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if len(arguments) != len(data):
+        raise _wrong("The list has a wrong length.", where, data, f"{len(arguments)} entries")
+    return tuple(
+        _build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(arguments, data, strict=True))
+    )
+
+
+def _build_plain(kind: Any, data: Any, where: str) -> Any:
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if isinstance(data, bool) and kind is not bool:
+        raise _wrong("The value has a wrong type.", where, data, kind.__name__)
+    if not isinstance(data, kind):
+        raise _wrong("The value has a wrong type.", where, data, kind.__name__)
+    return data
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _wrong(what: str, where: str, data: Any, allowed: str) -> FormatError:
+    shown = json.dumps(data, default=str)
+    return FormatError(what, where=where, seen=shown if len(shown) < 80 else shown[:77] + "...", allowed=allowed)
+
+
+def _pretty(data: Any, depth: int) -> str:
+    flat = json.dumps(data)
+    if not isinstance(data, (dict, list)) or len(flat) + 2 * depth <= 100:
+        return flat
+    pad = "  " * (depth + 1)
+    end = "  " * depth
+    if isinstance(data, dict):
+        body = ",\n".join(f"{pad}{json.dumps(key)}: {_pretty(item, depth + 1)}" for key, item in data.items())
+        return f"{{\n{body}\n{end}}}"
+    return "[\n" + ",\n".join(pad + _pretty(item, depth + 1) for item in data) + f"\n{end}]"

@@ -1,0 +1,1 @@
+"""What a piece costs: compute time, transfers, collectives, memory."""

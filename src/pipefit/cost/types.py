@@ -1,0 +1,86 @@
+"""What a piece of work costs: the tables that schedules are built from and simulations run on.
+
+A cost is a duration and what it does to memory. Tables are arrays over [stage, microbatch, slice]; an axis of
+length 1 stands for "the same for all", so that uniform work stays small and ragged work is expressible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one action."""
+
+    time_s: float
+    held_bytes: float = 0.0
+    "What stays allocated after the action (negative: what it frees)."
+    peak_bytes: float = 0.0
+    "What it needs beside that while it runs."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTable:
+    """The costs of one kind of action: arrays that broadcast over [stage, microbatch, slice]."""
+
+    time_s: Array
+    held_bytes: Array
+    peak_bytes: Array
+
+    def cost(self, stage: int, microbatch: int, slice_: int) -> Cost:
+        """The cost of one action, whatever axes were stored as length 1."""
+        return Cost(
+            _entry(self.time_s, stage, microbatch, slice_),
+            _entry(self.held_bytes, stage, microbatch, slice_),
+            _entry(self.peak_bytes, stage, microbatch, slice_),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeCost:
+    """Moving one tensor between two stages: arrays that broadcast over [microbatch, slice]."""
+
+    source: int
+    target: int
+    forward_s: Array
+    "Time from the send's start until the tensor can be used, without waiting for a port."
+    backward_s: Array
+    forward_port_s: Array
+    "The part of it during which the sender's port is busy (no latency)."
+    backward_port_s: Array
+    forward_bytes: Array
+    "What the receiver holds from arrival until the consumer has used it."
+    backward_bytes: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """All costs of one iteration of a pipeline, by stage, edge and lane."""
+
+    actions: Mapping[str, ActionTable]
+    "Keys F, I, W, B. B (fused) is what a schedule without W uses."
+    edges: tuple[EdgeCost, ...]
+    reduce_s: Array
+    "Per stage: reduction of its gradients, once an iteration."
+    gather_s: Array
+    "Per stage: parameters gathered after the optimizer step (ZeRO-1), once an iteration."
+    step_s: Array
+    "Per lane: optimizer step, norm included."
+    static_bytes: Array
+    "Per lane: parameters, gradients, optimizer state, workspace."
+    overhead_s: float = 0.0
+    "Added to every compute action: what the interpreter needs per action."
+    notes: tuple[str, ...] = field(default=())
+    "Which measurements or assumptions the numbers came from."
+
+
+def _entry(array: Array, stage: int, microbatch: int, slice_: int) -> float:
+    index = tuple(i if length > 1 else 0 for i, length in zip((stage, microbatch, slice_), array.shape, strict=True))
+    return float(array[index])

@@ -1,0 +1,1 @@
+"""What is fed: corpora, tokens, packing, the step plan."""

@@ -1,0 +1,244 @@
+"""How a tensor lies over a group of devices, and which pieces must move when it lies elsewhere.
+
+A **group** is a grid of devices over named axes, each with shares that may be uneven. A **form** says how a tensor
+relates to one axis: `I` everyone has all of it, `G(d)` split along dimension d by the axis's shares, `P` partial
+sums. A **layout** is one form per axis. The transfer rule of the whole project lives here: what a device holds is a
+box of runs, and a transfer moves the overlaps of the sender's and the receiver's boxes (reference: HAP's three
+forms; Metis's uneven replicas; DistTrain's brokers).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.errors import PlanError
+
+Run = tuple[int, int]
+"""A half-open interval [start, stop)."""
+
+Box = tuple[Run, ...]
+"""One run per dimension of a tensor."""
+
+AxisName = Literal["replica", "shard", "context", "expert"]
+
+FLAT = -1
+"""The dimension of a `G` form that splits the tensor's flattened elements (optimizer state under ZeRO)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One named direction of a group's grid."""
+
+    name: AxisName
+    "`replica` splits rows; `shard` runs one SPMD program together."
+    shares: tuple[int, ...]
+    "Relative weights, one per position along the axis; (1, 1, 1) is even, (2, 1) gives the first two thirds."
+
+    @property
+    def size(self) -> int:
+        return len(self.shares)
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.shares)) <= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A grid of devices, row-major over its axes: the last axis varies fastest."""
+
+    axes: tuple[Axis, ...]
+    devices: tuple[int, ...]
+    "Indices into the cluster's devices, in grid order."
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    def axis(self, name: AxisName) -> Axis:
+        """The axis called `name`; an axis that the group does not have is an even one of size 1."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        return Axis(name=name, shares=(1,))
+
+    def coordinates(self, device: int) -> tuple[int, ...]:
+        """The position of a device along every axis."""
+        index = self.devices.index(device)
+        place = []
+        for axis in reversed(self.axes):
+            index, position = divmod(index, axis.size)
+            place.append(position)
+        return tuple(reversed(place))
+
+    def position(self, device: int, name: AxisName) -> int:
+        """The position of a device along the named axis (0 where the group has no such axis)."""
+        for axis, place in zip(self.axes, self.coordinates(device), strict=True):
+            if axis.name == name:
+                return place
+        return 0
+
+    def along(self, device: int, names: Sequence[AxisName]) -> tuple[int, ...]:
+        """The devices that differ from `device` only along the named axes, in grid order (itself included)."""
+        own = self.coordinates(device)
+        free = [axis.name in names for axis in self.axes]
+        return tuple(
+            other
+            for other, place in zip(self.devices, self._grid(), strict=True)
+            if all(loose or a == b for loose, a, b in zip(free, place, own, strict=True))
+        )
+
+    def _grid(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*(range(axis.size) for axis in self.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The relation of a tensor to one axis: text `I`, `P`, `G0`, `G1`, ..., `Gflat`."""
+
+    kind: Literal["I", "G", "P"]
+    dim: int | None = None
+    "The split dimension of a `G` form; FLAT for the flattened tensor; None otherwise."
+
+    def __str__(self) -> str:
+        if self.kind != "G":
+            return self.kind
+        return "Gflat" if self.dim == FLAT else f"G{self.dim}"
+
+
+IDENTITY = Form("I")
+PARTIAL = Form("P")
+
+
+def gathered(dim: int) -> Form:
+    """The form `G(dim)`."""
+    return Form("G", dim)
+
+
+def parse_form(text: str) -> Form:
+    """The form written as `I`, `P`, `G0` or `Gflat`. Raises PlanError for anything else."""
+    match = re.fullmatch(r"(I|P)|G(\d+|flat)", text)
+    if match is None:
+        raise PlanError("This is not a form.", seen=repr(text), allowed="I, P, G0, G1, ..., Gflat")
+    if match[1]:
+        return IDENTITY if match[1] == "I" else PARTIAL
+    return Form("G", FLAT if match[2] == "flat" else int(match[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How one tensor lies over one group: a form for each of the group's axes, in the same order."""
+
+    group: int
+    "Index into the plan's groups."
+    forms: tuple[Form, ...]
+
+    def __str__(self) -> str:
+        return f"{self.group}:{','.join(map(str, self.forms))}"
+
+
+def split(length: int, shares: Sequence[int], multiple: int = 1) -> tuple[Run, ...]:
+    """Cut [0, length) into one run per share, in proportion, at multiples of `multiple`.
+
+    Largest remainders get the left-over units, the earlier position first on a tie; equal shares of an even length
+    give equal runs. Empty runs are allowed. Raises PlanError if `multiple` does not divide `length`.
+    """
+    if length % multiple:
+        raise PlanError("The length is not a multiple of the unit it is split in.", seen=f"{length} by {multiple}")
+    units, total = length // multiple, sum(shares)
+    exact = [units * share / total for share in shares]
+    counts = [math.floor(value + 1e-12) for value in exact]
+    order = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for index in order[: units - sum(counts)]:
+        counts[index] += 1
+    stops = [multiple * stop for stop in itertools.accumulate(counts)]
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def holding(shape: Sequence[int], group: Group, forms: Sequence[Form], device: int) -> Box:
+    """The box of a tensor of global `shape` that `device` holds under `forms` (one per axis of `group`).
+
+    Two axes may split the same dimension: the earlier axis splits it first and the later one splits that run.
+    `I` and `P` keep the whole run. `Gflat` needs a one-dimensional shape: pass the element count.
+    """
+    box: list[Run] = [(0, length) for length in shape]
+    for axis, form, place in zip(group.axes, forms, group.coordinates(device), strict=True):
+        if form.kind == "G":
+            assert form.dim is not None
+            dim = 0 if form.dim == FLAT else form.dim
+            start, stop = box[dim]
+            low, high = split(stop - start, axis.shares)[place]
+            box[dim] = (start + low, start + high)
+    return tuple(box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, or None if it is empty."""
+    runs = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return runs if all(start < stop for start, stop in runs) else None
+
+
+def box_size(box: Box) -> int:
+    """The number of elements in a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One message of a transfer: the global box that `source` sends to `target`."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def moves(
+    shape: Sequence[int],
+    source: Group,
+    sent: Sequence[Form],
+    target: Group,
+    received: Sequence[Form],
+) -> tuple[Move, ...]:
+    """The messages that bring a tensor from layout (source, sent) to layout (target, received).
+
+    `I` at the sender: every receiver takes each element from exactly one holder, the one at its own position along
+    that axis modulo the axis size, so that equal grids give plain point-to-point. `P` on both sides keeps partial
+    sums: it needs grids of equal size along that axis, and pairs equal positions. Moves from a device to itself are
+    included; the caller makes them a local hand-over. Ordered by target, then source.
+    """
+    result = []
+    for device in target.devices:
+        want = holding(shape, target, received, device)
+        if box_size(want) == 0:
+            continue
+        for other in source.devices:
+            if _serves(source, sent, other, target, received, device):
+                part = intersect(want, holding(shape, source, sent, other))
+                if part is not None:
+                    result.append(Move(other, device, part))
+    return tuple(result)
+
+
+def _serves(
+    source: Group, sent: Sequence[Form], sender: int, target: Group, received: Sequence[Form], receiver: int
+) -> bool:
+    for axis, form, place in zip(source.axes, sent, source.coordinates(sender), strict=True):
+        if form.kind == "G":
+            continue
+        other = target.axis(axis.name)
+        if form.kind == "P":
+            forms = {a.name: f.kind for a, f in zip(target.axes, received, strict=True)}
+            if forms.get(axis.name) != "P" or other.size != axis.size:
+                raise PlanError(
+                    "Partial sums can only move between equal grids that keep them partial.",
+                    seen=f"axis {axis.name!r} of size {axis.size} to {other.size}",
+                    next_step="reduce before the transfer: give the edge a wire layout without P",
+                )
+        if place != target.position(receiver, axis.name) % axis.size:
+            return False
+    return True

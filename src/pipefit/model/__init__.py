@@ -1,0 +1,1 @@
+"""What is trained: operator graphs, their capture, the model families."""

@@ -1,0 +1,148 @@
+"""Operator graphs: what one layer computes, as plain data. No torch here; `capture` makes graphs from modules.
+
+A graph is a list of operators in execution order over named tensors. Sizes are integers or products with the
+symbols B (rows of the microbatch on one device) and T (tokens of the slice), so one graph serves every microbatch
+size, slice and share. An operator names its `kind`; what the kind means stands in `model/ops/KIND.py` (shapes,
+FLOPs, saved bytes), `shard/rules/KIND.py` (how it may be split) and `run/ops/KIND.py` (how it is executed).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipefit.codec import digest
+
+Size = int | str
+"""An integer, or a product such as `B`, `T`, `B*T` or `4*B*T`."""
+
+Shape = tuple[Size, ...]
+
+Role = Literal["activation", "tokens", "positions", "labels", "documents"]
+"""Where an input of a layer comes from: the layer before it, or the step plan (never transferred)."""
+
+
+def size_value(size: Size, symbols: Mapping[str, int]) -> int:
+    """The number that a size stands for, given values for its symbols."""
+    if isinstance(size, int):
+        return size
+    return math.prod(int(factor) if factor.isdigit() else symbols[factor] for factor in size.split("*"))
+
+
+def element_count(shape: Shape, symbols: Mapping[str, int]) -> int:
+    """The number of elements of a tensor of this shape."""
+    return math.prod(size_value(size, symbols) for size in shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One named value of a graph."""
+
+    name: str
+    shape: Shape
+    dtype: str = "compute"
+    "`compute` for the run's floating type, else a torch name: `float32`, `int64`, `bool`."
+    role: Role = "activation"
+    "Only read for graph inputs."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of a layer, by its local name."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One step of a graph."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    "Names of tensors and parameters, in the order that the kind defines; an absent optional input is ''."
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    "Plain JSON values: numbers, strings, booleans, lists of them."
+    source: str = ""
+    "The module path or source line that this operator came from, for messages."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """The operators of one layer (or one stage), in execution order."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[str, ...]
+    operators: tuple[Operator, ...]
+    parameters: tuple[ParameterSpec, ...]
+    tensors: tuple[Tensor, ...]
+    "Every value that an operator produces, in order of production."
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor (input or produced) of that name. KeyError if there is none."""
+        for tensor in (*self.inputs, *self.tensors):
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    def parameter(self, name: str) -> ParameterSpec:
+        """The parameter of that local name. KeyError if there is none."""
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(name)
+
+    @property
+    def hash(self) -> str:
+        """Stable over processes: two ranks with equal hashes run the same program."""
+        return digest(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One link of a module's chain: a graph, and the global names of its parameters."""
+
+    name: str
+    "Unique in the model, for example `layers.3`."
+    graph: str
+    "Key into the model's graphs; equal layers share one graph."
+    parameters: Mapping[str, str]
+    "Local parameter name -> global name (the Hugging Face name). Two layers naming one global name are tied."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A named chain of layers whose rows live in one space."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    space: str = "samples"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained: modules, the graphs of their distinct layers, and where it came from. Saved as JSON."""
+
+    family: str
+    "The registry name of the family that can rebuild its modules (`llama`, `gpt2`, ...), or `user`."
+    config: Mapping[str, Any]
+    "The family's configuration in the words of a Hugging Face config.json."
+    modules: tuple[Module, ...]
+    graphs: Mapping[str, Graph]
+
+    @property
+    def hash(self) -> str:
+        """A stable digest of all of it: what a plan is made for."""
+        return digest(self)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of all modules, in module order."""
+        return tuple(layer for module in self.modules for layer in module.layers)
+
+    def layer_graph(self, layer: Layer) -> Graph:
+        return self.graphs[layer.graph]

@@ -1,0 +1,237 @@
+"""The plan: every decision of a run and every prediction made for it, as one JSON file that all ranks hash.
+
+These types carry every kind of run that pipefit knows: uneven replicas and shards, V placements, slices, tied
+parameters, split optimizer state, modules with their own layouts. `plan/check.py` says what makes a plan valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipefit.codec import digest
+from pipefit.layout import Axis, Group
+from pipefit.schedule.actions import Schedule, parse_lanes
+
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["float64", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPlan:
+    """An axis as it stands in a plan file."""
+
+    name: Literal["replica", "shard", "context", "expert"]
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """A group as it stands in a plan file."""
+
+    axes: tuple[AxisPlan, ...]
+    devices: tuple[int, ...]
+
+    def group(self) -> Group:
+        axes = tuple(Axis(name=axis.name, shares=axis.shares) for axis in self.axes)
+        return Group(axes=axes, devices=self.devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What rows are, and how many of them a step has."""
+
+    name: str
+    "`samples`, `images`, `patches`, ..."
+    rows: int
+    "Rows of one step (the global batch for samples)."
+    tokens: int
+    "Tokens of one row; 0 where rows differ and the step plan knows."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A run of consecutive layers of one module, held by one group."""
+
+    module: str
+    layers: tuple[int, int]
+    "Half-open range of layer indices within the module."
+    group: int
+    space: str = "samples"
+    recompute: Recompute = "none"
+    sharding: Literal["none", "megatron", "megatron-sp"] = "none"
+    "The SPMD program over the group's shard axis."
+    program: str = ""
+    "Hash of the operator graph after sharding; '' in a plan written by hand (then ranks only check each other)."
+    microbatch_multiple: int = 1
+    "How many of the schedule's microbatches this stage's module takes together."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """How one direction of an edge crosses: forms along the axes of the source and target groups, as text."""
+
+    sent: tuple[str, ...]
+    "As the sender holds the tensor."
+    wire: tuple[str, ...]
+    "As it leaves the sender, after a conversion within the sender's group (free where it equals `sent`)."
+    received: tuple[str, ...]
+    "As the receiver gets it, in its own group's axes."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """A tensor that stage `source` makes and stage `target` uses. Any DAG; skips allowed."""
+
+    source: int
+    target: int
+    tensor: str = ""
+    "'' is the hidden state."
+    forward: Wire
+    gradient: Wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter tensor of the model, by its global name."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+    uses: tuple[int, ...]
+    "Stages that use it; two for tied embeddings."
+    stored: tuple[str, ...]
+    "Form along each axis of the owner's group as the parameter is stored for use."
+    state: tuple[str, ...]
+    "Form of its optimizer state: `Gflat` along an axis is ZeRO-1's split over that axis."
+    owner: int
+    "The stage that counts it in the global norm and saves it: one of `uses`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """The schedule as it stands in a plan file."""
+
+    name: str
+    placement: tuple[int, ...]
+    microbatches: int
+    slices: tuple[int, ...]
+    "Token count of each slice; one entry where sequences are not cut."
+    lanes: tuple[str, ...]
+    "Lowered actions of every lane, as text."
+
+    def schedule(self) -> Schedule:
+        """The schedule that the lines stand for. Raises ScheduleError at the first word that is no action."""
+        return Schedule(
+            name=self.name,
+            placement=self.placement,
+            microbatches=self.microbatches,
+            slices=len(self.slices),
+            lanes=parse_lanes(self.lanes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What was asked for: the part that a plan depends on."""
+
+    batch: int
+    "Sequences of one step, over all replicas."
+    sequence: int
+    "Tokens of one sequence."
+    precision: Precision = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePrediction:
+    """What the simulator says of one lane."""
+
+    peak_bytes: float
+    limit_bytes: float
+    static_bytes: float
+    busy_s: float
+    idle_s: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    "Bytes by what they are: parameters, gradients, optimizer, activations, buffers, workspace."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of the plan."""
+
+    step_s: float
+    compute_s: float
+    "Busy time of the busiest lane."
+    tokens_per_s: float
+    flops_per_step: float
+    "Model FLOPs of one step, without recomputation."
+    lanes: tuple[LanePrediction, ...]
+    lower_bound_s: float = 0.0
+    binds: str = ""
+    "What limits it: compute of a stage, a link, or memory."
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A runner-up, and why it lost or did not fit."""
+
+    decisions: Mapping[str, str]
+    step_s: float
+    peak_bytes: float
+    limit_bytes: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hashes:
+    """What the plan was made for; a plan is stale when one of these changed."""
+
+    model: str
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Enough to build the model again."""
+
+    name: str
+    "What the user typed: a directory, a file or a built-in name."
+    family: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All decisions of a run and all predictions made for it."""
+
+    version: int
+    job: Job
+    model: ModelSource
+    groups: tuple[GroupPlan, ...]
+    spaces: tuple[Space, ...]
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    parameters: tuple[Parameter, ...]
+    order: Order
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    hashes: Hashes
+    decisions: Mapping[str, str] = field(default_factory=dict)
+    "The choices in words: replicas, stages, schedule, ...: what `--fix` can pin."
+
+    @property
+    def hash(self) -> str:
+        """The digest that every rank compares before it starts."""
+        return digest(self)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that take part, in cluster order: rank i of the run is the i-th of these."""
+        return tuple(sorted({device for group in self.groups for device in group.devices}))
+
+    def lane_group(self, lane: int) -> Group:
+        """The group of the stages that lane holds."""
+        return self.groups[self.stages[self.order.placement.index(lane)].group].group()

@@ -1,0 +1,1 @@
+"""Doing it: launch, worker, stage program, operators, transfers, optimizer, checkpoint, faults."""

@@ -1,0 +1,1 @@
+"""In which order: actions, schedule families, lowering, checks, CSV."""

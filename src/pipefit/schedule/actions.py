@@ -1,0 +1,124 @@
+"""Actions and schedules: in which order every lane does what.
+
+Compute actions are written in the grammar that PyTorch's pipelining runtime reads: `0F0`, `2I3`, `1W4`, `0B2`; a
+slice is a suffix, `0F0/2`. Communication is spelled out too: `2SEND_F3` (stage 2 sends its output of microbatch 3
+to the next stage), `3RECV_F3`, `3SEND_B3`, `2RECV_B3`. Where a stage has several neighbours the peer is written
+behind: `2SEND_F3>5`, `5RECV_F3<2`; a tensor other than the hidden state is named: `2SEND_F3>5:context`. Once an
+iteration: `1REDUCE`, `NORM`, `STEP`, `1GATHER`, `1FREE`; `what` follows a colon (`1REDUCE:tied`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pipefit.errors import ScheduleError
+
+Kind = Literal["F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "FREE", "REDUCE", "NORM", "STEP"]
+
+COMPUTE: tuple[Kind, ...] = ("F", "I", "W", "B")
+TRANSFER: tuple[Kind, ...] = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+ONCE: tuple[Kind, ...] = ("GATHER", "FREE", "REDUCE", "NORM", "STEP")
+
+_PATTERN = re.compile(
+    r"(?P<stage>\d+)?(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|GATHER|FREE|REDUCE|NORM|STEP|F|I|W|B)"
+    r"(?P<microbatch>\d+)?(?:/(?P<slice>\d+))?(?:[<>](?P<peer>\d+))?(?::(?P<what>[\w.]+))?"
+)
+
+
+class Action(NamedTuple):
+    """One thing that a lane does."""
+
+    kind: Kind
+    stage: int = -1
+    "-1 for NORM and STEP, which belong to the lane."
+    microbatch: int = -1
+    slice: int = 0
+    peer: int = -1
+    "The other stage of a transfer; -1 for everything else."
+    what: str = ""
+    "The tensor of a transfer ('' is the hidden state), or the bucket of a REDUCE."
+
+    def __str__(self) -> str:
+        if self.kind in ("NORM", "STEP"):
+            return self.kind
+        text = f"{self.stage}{self.kind}"
+        if self.microbatch >= 0:
+            text += str(self.microbatch)
+        if self.slice:
+            text += f"/{self.slice}"
+        if self.kind in TRANSFER and self.peer != default_peer(self.kind, self.stage):
+            text += f"{'>' if self.kind.startswith('SEND') else '<'}{self.peer}"
+        return f"{text}:{self.what}" if self.what else text
+
+
+def default_peer(kind: Kind, stage: int) -> int:
+    """The neighbour that a transfer means when none is written: the next or the previous stage of a chain."""
+    return stage + 1 if kind in ("SEND_F", "RECV_B") else stage - 1
+
+
+def parse_action(text: str) -> Action:
+    """The action that `str(action)` wrote. Raises ScheduleError that quotes the text."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ScheduleError(
+            "This is not an action.",
+            seen=repr(text),
+            allowed="0F0, 2I3, 1W4, 0B2, 0F0/1, 2SEND_F3, 1REDUCE, NORM, STEP",
+        )
+    kind: Kind = match["kind"]  # type: ignore[assignment]
+    lane_wide = kind in ("NORM", "STEP")
+    if lane_wide == (match["stage"] is not None) or (kind in COMPUTE + TRANSFER) == (match["microbatch"] is None):
+        raise ScheduleError("This action lacks its stage or microbatch, or has one too many.", seen=repr(text))
+    stage = int(match["stage"] or -1)
+    if kind in TRANSFER:
+        peer = int(match["peer"]) if match["peer"] else default_peer(kind, stage)
+    else:
+        peer = -1
+    return Action(kind, stage, int(match["microbatch"] or -1), int(match["slice"] or 0), peer, match["what"] or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The ordered actions of every lane, with the shape they are for.
+
+    `lanes[i]` is the list of lane i. `placement[s]` is the lane that holds stage s. A schedule is **computed** when
+    it has compute actions only, **lowered** when transfers and once-an-iteration actions have been inserted.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    microbatches: int
+    slices: int
+    "Slices per microbatch; 1 where sequences are not cut."
+    lanes: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def is_lowered(self) -> bool:
+        return any(action.kind not in COMPUTE for lane in self.lanes for action in lane)
+
+    @property
+    def splits_backward(self) -> bool:
+        return any(action.kind == "W" for lane in self.lanes for action in lane)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Action]]:
+        """(lane, position, action) over all lanes."""
+        for lane, actions in enumerate(self.lanes):
+            for position, action in enumerate(actions):
+                yield lane, position, action
+
+
+def format_lanes(lanes: Sequence[Sequence[Action]]) -> tuple[str, ...]:
+    """One line of text per lane, actions separated by blanks: the form that plans store."""
+    return tuple(" ".join(map(str, lane)) for lane in lanes)
+
+
+def parse_lanes(lines: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
+    """The inverse of `format_lanes`."""
+    return tuple(tuple(map(parse_action, line.split())) for line in lines)

@@ -1,0 +1,1 @@
+"""The SPMD program of one stage: forms, rules, programs."""

@@ -1,0 +1,1 @@
+"""What would happen: a timeline and a memory curve from a schedule and costs."""
