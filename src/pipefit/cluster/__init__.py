@@ -1,1 +1,34 @@
-"""What the machines are: clusters, devices and links."""
+"""cluster/: what the machines are. `load`, `parse_spec` and `local` make clusters; `topology` answers about them."""
+
+from __future__ import annotations
+
+from pipefit.cluster.files import check, load, save
+from pipefit.cluster.spec import local, looks_like_spec, parse_spec
+from pipefit.cluster.topology import device_count, host_index, host_of, kind_of, link_between
+from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+
+__all__ = [
+    "Cluster",
+    "DeviceKind",
+    "Host",
+    "Link",
+    "Provenance",
+    "Rail",
+    "check",
+    "device_count",
+    "host_index",
+    "host_of",
+    "kind_of",
+    "link_between",
+    "load",
+    "local",
+    "looks_like_spec",
+    "open_cluster",
+    "parse_spec",
+    "save",
+]
+
+
+def open_cluster(text: str) -> Cluster:
+    """The cluster that `--cluster TEXT` means: a short text such as `8xH100`, else a file."""
+    return parse_spec(text) if looks_like_spec(text) else load(text)

@@ -1,0 +1,141 @@
+"""Clusters by a short text: `8xH100`, `2x8xA100-80:200Gbit/s`, or this machine's CPU (`local`).
+
+The figures are data-sheet ones, marked so; a measured cluster file replaces them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pipefit.cluster.kinds import data_sheet_kind
+from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.errors import ClusterError
+from pipefit.units import format_bandwidth, parse_bandwidth
+
+_SPEC = re.compile(r"^(?:(?P<hosts>\d+)x)?(?P<devices>\d+)x(?P<kind>[A-Za-z][\w-]*|\d{4})(?::(?P<rail>.+))?$")
+_RAIL_LATENCY_S = 10e-6
+_LOCAL_LATENCY_S = 50e-6
+_LOCAL_BANDWIDTH = 1e9
+_FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "bfloat16": 32.0}
+"""Per core: two 256-bit multiply-adds a cycle. bfloat16 is taken as float32: few CPUs are faster at it."""
+_DEFAULT_HZ = 2.5e9
+
+
+def looks_like_spec(text: str) -> bool:
+    """Whether `text` is written like a short cluster text rather than a file name."""
+    return _SPEC.match(text) is not None
+
+
+def parse_spec(text: str) -> Cluster:
+    """The cluster that `8xH100` or `2x8xA100-80:200Gbit/s` stands for.
+
+    Raises ClusterError where the text is not of that form, the kind is unknown, or several hosts lack a bandwidth.
+    """
+    match = _SPEC.match(text)
+    if match is None:
+        raise ClusterError(
+            "This is neither a cluster file nor a short cluster text.",
+            where="--cluster",
+            seen=repr(text),
+            allowed="FILE.json, 8xH100, or 2x8xA100-80:200Gbit/s (hosts x devices x kind : bandwidth between hosts)",
+        )
+    hosts, devices = int(match["hosts"] or 1), int(match["devices"])
+    if hosts < 1 or devices < 1:
+        raise ClusterError("A cluster needs at least one host and one device.", where="--cluster", seen=repr(text))
+    kind, link = data_sheet_kind(match["kind"])
+    if hosts > 1 and match["rail"] is None:
+        raise ClusterError(
+            "Several hosts need the bandwidth between them; none is assumed.",
+            where="--cluster",
+            seen=repr(text),
+            next_step=f"write it behind a colon, for example {text}:200Gbit/s",
+        )
+    rails: tuple[Rail, ...] = ()
+    where = f"data sheet of {kind.name}"
+    if hosts > 1:
+        bandwidth = parse_bandwidth(match["rail"], "--cluster")
+        rails = (uniform_rail("network", hosts, _RAIL_LATENCY_S, bandwidth),)
+        where += f"; {format_bandwidth(bandwidth)} per host as given, latency of 10 us assumed"
+    return Cluster(
+        name=text,
+        kinds={kind.name: kind},
+        links={"inside": link},
+        hosts=tuple(Host(name=f"host{i}", kind=kind.name, devices=devices, link="inside") for i in range(hosts)),
+        rails=rails,
+        provenance=Provenance(source="data-sheet", where=where),
+    )
+
+
+def uniform_rail(name: str, hosts: int, latency_s: float, bandwidth_bytes_per_s: float) -> Rail:
+    """A rail on which every pair of hosts is alike."""
+    return Rail(
+        name=name,
+        latency_s=tuple(tuple(0.0 if a == b else latency_s for b in range(hosts)) for a in range(hosts)),
+        bandwidth_bytes_per_s=tuple(tuple(bandwidth_bytes_per_s for _ in range(hosts)) for _ in range(hosts)),
+    )
+
+
+def local(devices: int) -> Cluster:
+    """`devices` processes on this machine's CPU: memory from the system, the rest a rough guess marked `assumed`.
+
+    Each process gets an equal part of the memory and of the cores; the peak is cores x frequency x what two 256-bit
+    multiply-adds a cycle give. The guess orders plans; its times are not predictions to rely on until measured.
+    """
+    if devices < 1:
+        raise ClusterError("At least one device is needed.", where="--local", seen=devices, allowed="1 or more")
+    cores, hertz, memory = _cores(), _frequency_hz(), _memory_bytes()
+    share = cores / devices
+    kind = DeviceKind(
+        name="cpu",
+        memory_bytes=int(memory / devices),
+        peak_flops_per_s={dtype: per_cycle * hertz * share for dtype, per_cycle in _FLOPS_PER_CYCLE.items()},
+        memory_bandwidth_bytes_per_s=20e9 / devices,
+        efficiency=0.5,
+        overhead_s=20e-6,
+        provenance=Provenance(
+            source="assumed",
+            where=f"{cores} cores at {hertz / 1e9:.2f} GHz shared by {devices} processes; peak from two 256-bit "
+            "multiply-adds a cycle; 20 GB/s of memory bandwidth assumed",
+        ),
+    )
+    return Cluster(
+        name=f"local-{devices}",
+        kinds={"cpu": kind},
+        links={"loopback": Link(latency_s=_LOCAL_LATENCY_S, bandwidth_bytes_per_s=_LOCAL_BANDWIDTH)},
+        hosts=(Host(name="localhost", kind="cpu", devices=devices, link="loopback"),),
+        rails=(),
+        provenance=Provenance(source="assumed", where="this machine, not measured: 50 us and 1 GB/s over loopback"),
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or the limit of this process's control group where that is smaller."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        total = 8 * 2**30
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _read(path).strip()
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _frequency_hz() -> float:
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("cpu MHz"):
+            return float(line.split(":")[1]) * 1e6
+    return _DEFAULT_HZ
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
