@@ -1,0 +1,194 @@
+"""Text from files, folders, patterns, jsonl, parquet, and the standard library of the Python that runs this.
+
+A source is a string. Whatever it names, its documents come in one fixed order: paths sorted as text, rows as they
+stand in their file. Every document is checked to be UTF-8 text without NUL bytes.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import DataError
+
+STDLIB = "stdlib"
+"""The source that is always there: the source text of the Python standard library, without its tests."""
+
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One piece of text and where it came from."""
+
+    where: str
+    text: bytes
+    "UTF-8, without NUL bytes."
+
+
+def read_documents(
+    sources: Iterable[str], *, field: str = "text", limit_bytes: int | None = None
+) -> Iterator[Document]:
+    """The documents of all sources in order, empty ones left out, cut off after `limit_bytes` bytes of text.
+
+    `field` is the column of jsonl and parquet files that holds the text. Raises DataError for a source that is
+    missing, not text, or broken.
+    """
+    left = limit_bytes
+    for source in sources:
+        for document in _read_source(source, field):
+            if left is not None and len(document.text) >= left:
+                cut = document.text[:left].decode("utf-8", errors="ignore").encode()
+                if cut:
+                    yield Document(document.where, cut)
+                return
+            if document.text:
+                yield document
+                left = left if left is None else left - len(document.text)
+
+
+def _read_source(source: str, field: str) -> Iterator[Document]:
+    if source == STDLIB:
+        yield from _read_stdlib()
+        return
+    for path in _paths(source):
+        if path.suffix in (".jsonl", ".ndjson"):
+            yield from _read_jsonl(path, field)
+        elif path.suffix in (".parquet", ".pq"):
+            yield from _read_parquet(path, field)
+        else:
+            yield Document(str(path), _check_text(_read_bytes(path), str(path)))
+
+
+def _paths(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _walk(path, _SKIPPED_FOLDERS)
+    matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+    if matches:
+        return matches
+    raise DataError(
+        "There is no such file or folder of text.",
+        where="data source",
+        seen=source,
+        allowed=f"a file, a folder, a pattern such as 'texts/**/*.txt', or {STDLIB!r}",
+    )
+
+
+def _walk(folder: Path, skipped: frozenset[str]) -> list[Path]:
+    """The regular files below a folder, hidden ones left out, sorted by their relative path."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _read_stdlib() -> Iterator[Document]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in _walk(folder, _SKIPPED_FOLDERS | _STDLIB_SKIPPED):
+        if path.suffix == ".py":
+            text = _read_bytes(path)
+            if _fault(text) is None:
+                yield Document(f"{STDLIB}:{path.relative_to(folder).as_posix()}", text)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError("The file cannot be read.", where=str(path), seen=error) from None
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
+    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                "The line is not valid JSON.",
+                where=where,
+                seen=f"{error}: {line[:60]!r}",
+                allowed="one JSON object a line",
+                next_step="remove or mend the line; the file may have been cut short",
+            ) from None
+        yield Document(where, _check_text(_field(record, field, where), where))
+
+
+def _field(record: Any, field: str, where: str) -> bytes:
+    if not isinstance(record, dict) or field not in record:
+        raise DataError(
+            f"There is no field {field!r}.",
+            where=where,
+            seen=", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__,
+            next_step="name the field that holds the text",
+        )
+    if not isinstance(record[field], str):
+        raise DataError(f"The field {field!r} is not text.", where=where, seen=repr(record[field])[:60])
+    return str(record[field]).encode("utf-8", errors="surrogatepass")
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[Document]:
+    try:
+        import pyarrow.parquet as parquet  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        raise DataError(
+            "Reading parquet needs pyarrow, which is not installed.",
+            where=str(path),
+            next_step="pip install 'pipefit[parquet]', or give the text as jsonl",
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise DataError(
+                    f"There is no column {field!r}.",
+                    where=str(path),
+                    seen=", ".join(map(repr, names)),
+                    next_step="name the column that holds the text",
+                )
+            number = 0
+            for batch in file.iter_batches(columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    where = f"{path}, row {number}"
+                    yield Document(where, _check_text(_field({field: value}, field, where), where))
+                    number += 1
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
+        raise DataError("The file cannot be read as parquet.", where=str(path), seen=error) from None
+
+
+def _check_text(text: bytes, where: str) -> bytes:
+    offset = _fault(text)
+    if offset is not None:
+        raise DataError(
+            "This is not text.",
+            where=f"{where}, byte {offset}",
+            seen=f"{text[offset : offset + 8]!r}",
+            allowed="UTF-8 without NUL bytes",
+            next_step="name only the text files, for example with a pattern such as 'texts/**/*.txt'",
+        )
+    return text
+
+
+def _fault(text: bytes) -> int | None:
+    """The offset of the first byte that keeps this from being text; None if it is text."""
+    nul = text.find(b"\0")
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start if nul < 0 else min(nul, error.start)
+    return nul if nul >= 0 else None

@@ -1,0 +1,135 @@
+"""The step plan: which rows every (stage, microbatch, replica) works on, and by what the loss is divided.
+
+A pure function of (plan, seed, step) and the corpus's row count. Every rank computes it alone, so labels, positions
+and row numbers are never sent. The rows of a step do not depend on the layout: two plans of the same job train on
+the same batches, and a run resumed at step k continues with the batches that it would have had.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.rows import Rows
+from pipefit.errors import PlanError
+from pipefit.layout import Run, split
+from pipefit.plan.types import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """How a plan cuts a batch: the part of a plan that a step plan needs, computed once."""
+
+    batch: int
+    seed: int
+    microbatches: int
+    slices: tuple[Run, ...]
+    "Token runs of the slices, together [0, sequence)."
+    shares: tuple[tuple[int, ...], ...]
+    "Replica shares of every stage's group."
+    multiples: tuple[int, ...]
+    "How many of the schedule's microbatches every stage takes together."
+
+    @property
+    def sequence(self) -> int:
+        return self.slices[-1][1]
+
+    def run(self, stage: int, microbatch: int, replica: int) -> Run:
+        """The positions within the step's batch that one replica of a stage works on in its `microbatch`.
+
+        Row r belongs to microbatch r // rows_per_microbatch, whose rows the replicas of the stage split by their
+        shares. Microbatches are counted as the stage counts them: multiples of the schedule's. The run may be empty.
+        """
+        rows = self.batch // self.microbatches * self.multiples[stage]
+        start, stop = split(rows, self.shares[stage])[replica]
+        return microbatch * rows + start, microbatch * rows + stop
+
+    def stage_microbatches(self, stage: int) -> int:
+        """How many microbatches the stage counts in a step."""
+        return self.microbatches // self.multiples[stage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The rows of one step. `rows[r]` is the corpus row at position r of the batch (NO_ROW: none)."""
+
+    step: int
+    rows: NDArray[np.int64]
+    divisor: int
+    "Valid labels of the whole step: the summed loss divided by it is the mean over tokens. At least 1."
+    shape: BatchShape
+
+    def run(self, stage: int, microbatch: int, replica: int) -> Run:
+        """See BatchShape.run."""
+        return self.shape.run(stage, microbatch, replica)
+
+    @property
+    def slices(self) -> tuple[Run, ...]:
+        return self.shape.slices
+
+
+def batch_shape(plan: Plan) -> BatchShape:
+    """The cut that a plan makes. Raises PlanError where the batch, the microbatches or the slices do not divide."""
+    microbatches, job = plan.order.microbatches, plan.job
+    multiples = tuple(stage.microbatch_multiple for stage in plan.stages)
+    for index, multiple in enumerate(multiples):
+        if microbatches % multiple:
+            raise PlanError(
+                "The microbatches of the schedule are no multiple of what a stage takes together.",
+                where=f"stages[{index}].microbatch_multiple",
+                seen=f"{multiple} of {microbatches}",
+            )
+    if job.batch % microbatches:
+        raise PlanError(
+            "The batch cannot be cut into equal microbatches.",
+            where="job.batch",
+            seen=f"{job.batch} rows in {microbatches} microbatches",
+            next_step="choose a number of microbatches that divides the batch",
+        )
+    if sum(plan.order.slices) != job.sequence or min(plan.order.slices, default=0) < 1:
+        raise PlanError(
+            "The slices do not add up to the sequence.",
+            where="order.slices",
+            seen=f"{list(plan.order.slices)} for {job.sequence} tokens",
+        )
+    stops = list(itertools.accumulate(plan.order.slices))
+    groups = [plan.groups[stage.group].group() for stage in plan.stages]
+    return BatchShape(
+        batch=job.batch,
+        seed=job.seed,
+        microbatches=microbatches,
+        slices=tuple(zip([0, *stops[:-1]], stops, strict=True)),
+        shares=tuple(group.axis("replica").shares for group in groups),
+        multiples=multiples,
+    )
+
+
+def step_plan(plan: Plan | BatchShape, rows: Rows, step: int) -> StepPlan:
+    """The step plan of training step `step` (from 0). Raises DataError if the corpus does not fill one batch."""
+    shape = plan if isinstance(plan, BatchShape) else batch_shape(plan)
+    rows.require_batch(shape.batch)
+    places = np.arange(step * shape.batch, (step + 1) * shape.batch, dtype=np.int64)
+    return _of_rows(shape, rows, step, rows.training_rows(places, shape.seed))
+
+
+def evaluation_plan(plan: Plan | BatchShape, rows: Rows, index: int) -> StepPlan:
+    """Batch `index` of an evaluation over the held-out rows, each of which comes once; the last batch may have gaps.
+
+    `StepPlan.step` is `index`. There are `evaluation_batches` of them.
+    """
+    shape = plan if isinstance(plan, BatchShape) else batch_shape(plan)
+    return _of_rows(shape, rows, index, rows.held_out_rows(index * shape.batch, (index + 1) * shape.batch))
+
+
+def evaluation_batches(plan: Plan | BatchShape, rows: Rows) -> int:
+    """How many batches hold all held-out rows; 0 where nothing is held out."""
+    batch = plan.batch if isinstance(plan, BatchShape) else plan.job.batch
+    return -(-rows.held_out // batch)
+
+
+def _of_rows(shape: BatchShape, rows: Rows, step: int, chosen: NDArray[np.int64]) -> StepPlan:
+    assert rows.sequence == shape.sequence, f"rows of {rows.sequence} tokens for a plan of {shape.sequence}"
+    return StepPlan(step=step, rows=chosen, divisor=max(1, int(rows.labels(chosen).sum())), shape=shape)

@@ -1,0 +1,114 @@
+"""Text to token ids: bytes as they are, or any local `tokenizer.json` of the Hugging Face tokenizers library.
+
+Between documents stands a separator. For bytes it is the byte 0, which no text contains. For a tokenizer it is the
+first of its known end-of-text tokens; a tokenizer without one separates nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import DataError
+
+BYTES = "bytes"
+BYTE_VOCABULARY = 256
+BYTE_SEPARATOR = 0
+
+END_OF_TEXT = (
+    "<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "[EOS]",
+)  # fmt: skip
+"""Tokens that end a document in the published tokenizers, in the order in which they are looked for."""
+
+
+class Tokenizer(Protocol):
+    """What turns documents into token ids."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids are below this."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Changes when the ids that come out may change."""
+        ...
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        """The ids of one document, followed by the separator where there is one."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a token: 256 of them, byte 0 separates documents."""
+
+    vocabulary = BYTE_VOCABULARY
+    digest = "bytes-0"
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        return np.frombuffer(text + bytes([BYTE_SEPARATOR]), dtype=np.uint8).astype(np.int64)
+
+
+class FileTokenizer:
+    """A `tokenizer.json`. Ids are the tokenizer's own; nothing is added but the separator."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError if the tokenizers library is missing or the file is no tokenizer."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError(
+                "Reading a tokenizer needs the tokenizers library, which is not installed.",
+                where=str(path),
+                next_step="pip install 'pipefit[run]', or use the bytes of the text as tokens",
+            ) from None
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise _unreadable(path, error) from None
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values(), default=-1) + 1
+        self.digest = hashlib.sha256(content).hexdigest()[:16]
+        self.separator: int | None = next((ids[name] for name in END_OF_TEXT if name in ids), None)
+
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
+        return np.asarray([*ids, *([] if self.separator is None else [self.separator])], dtype=np.int64)
+
+
+def load_tokenizer(name: str, vocabulary: int | None = None) -> Tokenizer:
+    """The tokenizer called `bytes`, or that of a `tokenizer.json` or of a folder that holds one.
+
+    Raises DataError if it cannot be read, or if it has more tokens than `vocabulary`, the model's.
+    """
+    tokenizer: Tokenizer
+    if name == BYTES:
+        tokenizer = ByteTokenizer()
+    else:
+        path = Path(name).expanduser()
+        tokenizer = FileTokenizer(path / "tokenizer.json" if path.is_dir() else path)
+    if vocabulary is not None and tokenizer.vocabulary > vocabulary:
+        raise DataError(
+            "The tokenizer has more tokens than the model's vocabulary.",
+            where=name,
+            seen=f"{tokenizer.vocabulary} tokens for a vocabulary of {vocabulary}",
+            next_step="use the model's own tokenizer, or a model with a larger vocabulary",
+        )
+    return tokenizer
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        "The tokenizer cannot be read.",
+        where=str(path),
+        seen=error,
+        allowed=f"{BYTES!r}, a tokenizer.json, or a folder that holds one",
+    )
