@@ -36,6 +36,56 @@ def element_count(shape: Shape, symbols: Mapping[str, int]) -> int:
     return math.prod(size_value(size, symbols) for size in shape)
 
 
+def multiply_sizes(*sizes: Size) -> Size:
+    """The product in canonical form: the number first, then the symbols in order (`4*B*T`)."""
+    number, symbols = 1, []
+    for size in sizes:
+        factor, names = _factors(size)
+        number *= factor
+        symbols += names
+    return _product(number, symbols)
+
+
+def add_sizes(*sizes: Size) -> Size:
+    """The sum of sizes with the same symbols (`T` + `3*T` = `4*T`). ValueError if it is not a product."""
+    terms = [_factors(size) for size in sizes]
+    symbols = terms[0][1]
+    if any(names != symbols for _, names in terms):
+        raise ValueError(f"the sum of {sizes} is not a product of symbols")
+    return _product(sum(number for number, _ in terms), symbols)
+
+
+def subtract_sizes(a: Size, b: Size) -> Size:
+    """a - b, where that is a product of symbols. ValueError if it is not."""
+    if b == 0:
+        return a
+    number, symbols = _factors(b)
+    return add_sizes(a, _product(-number, symbols))
+
+
+def broadcast(a: Shape, b: Shape) -> Shape:
+    """The shape that two shapes broadcast to, as in numpy. ValueError if they do not."""
+    length = max(len(a), len(b))
+    left, right = (1,) * (length - len(a)) + a, (1,) * (length - len(b)) + b
+    if any(x != y and 1 not in (x, y) for x, y in zip(left, right, strict=True)):
+        raise ValueError(f"shapes {a} and {b} do not broadcast")
+    return tuple(y if x == 1 else x for x, y in zip(left, right, strict=True))
+
+
+def _factors(size: Size) -> tuple[int, list[str]]:
+    if isinstance(size, int):
+        return size, []
+    parts = size.split("*")
+    numbers = [int(part) for part in parts if part.lstrip("-").isdigit()]
+    return math.prod(numbers), sorted(part for part in parts if not part.lstrip("-").isdigit())
+
+
+def _product(number: int, symbols: list[str]) -> Size:
+    if not symbols or number == 0:
+        return number
+    return "*".join([*([] if number == 1 else [str(number)]), *sorted(symbols)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """One named value of a graph."""
@@ -43,7 +93,7 @@ class Tensor:
     name: str
     shape: Shape
     dtype: str = "compute"
-    "`compute` for the run's floating type, else a torch name: `float32`, `int64`, `bool`."
+    "`compute` for the run's floating type, `float32` for float32 or wider (float64 in a float64 run), `int64`, `bool`."
     role: Role = "activation"
     "Only read for graph inputs."
 

@@ -1,0 +1,29 @@
+"""The operator kinds: one file a kind, found by walking this package. See `docs/operators.md`.
+
+KINDS            kind -> OperatorKind
+graph_flops      FLOPs of a graph: forward, input gradient, weight gradient
+saved_bytes      what a forward keeps, and what a pending W holds, under a recomputation choice
+"""
+
+from __future__ import annotations
+
+from pipefit.model.ops.kind import Flops, OperatorKind
+from pipefit.model.ops.saved import Kept, Recompute, Saved, effective_recompute, kept, saved_bytes
+from pipefit.model.ops.table import KINDS
+from pipefit.model.ops.totals import graph_flops, graph_traffic_bytes, infer, recompute_flops
+
+__all__ = [
+    "KINDS",
+    "Flops",
+    "Kept",
+    "OperatorKind",
+    "Recompute",
+    "Saved",
+    "effective_recompute",
+    "graph_flops",
+    "graph_traffic_bytes",
+    "infer",
+    "kept",
+    "recompute_flops",
+    "saved_bytes",
+]

@@ -1,0 +1,28 @@
+"""embedding(tokens, weight): rows of a table. Keeps nothing (the step plan owns the tokens)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.model.graph import Shape
+from pipefit.model.ops.kind import OperatorKind
+
+
+def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    tokens, weight = inputs[0], inputs[1]
+    assert tokens is not None and weight is not None
+    return ((*tokens, weight[1]),)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="embedding",
+        summary="weight[tokens]; weight is (vocabulary, features). Also position tables: embedding(positions, weight).",
+        inputs=("tokens", "weight"),
+        shapes=_shapes,
+        pending_gradients=True,
+        boundary=True,
+        output_dtype="compute",
+    ),
+)

@@ -1,0 +1,43 @@
+"""linear(x, weight, bias?) -> x weight^T + bias. Keeps x; a pending W holds x and the gradient of the output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.model.ops.kind import Call, Flops, OperatorKind
+
+
+def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    x, weight = inputs[0], inputs[1]
+    assert x is not None and weight is not None
+    return ((*x[:-1], weight[0]),)
+
+
+def _flops(call: Call) -> Flops:
+    x, weight = call.inputs[0], call.inputs[1]
+    assert x is not None and weight is not None
+    product = 2 * math.prod(x) * weight[0]
+    return Flops(product, product, product)
+
+
+def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+    return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="linear",
+        summary="x weight^T + bias over the last dimension of x; weight is (out, in).",
+        inputs=("x", "weight", "bias?"),
+        shapes=_shapes,
+        flops=_flops,
+        saves=_saves,
+        pending_values=(0,),
+        pending_gradients=True,
+        boundary=True,
+        heavy=True,
+    ),
+)

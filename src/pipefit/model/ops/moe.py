@@ -1,0 +1,73 @@
+"""moe(x_BTD, router_ED, gate_up_E2FD, down_EDF) -> y_BTD: a mixture of gated expert MLPs (Mixtral, Qwen3-MoE).
+
+    p_BTE = softmax(x router^T) in float32 or wider; the top_k largest per token, in torch.topk's order
+    w = p[selected], divided by its sum where `normalize`, cast to x's type
+    g, u = halves (first F rows, last F rows) of x gate_up[e]^T;   h = activation(g) * u
+    y = sum over the selected experts e of w_e (h down[e]^T)
+
+No token is dropped. The auxiliary router loss is not part of the operator. With N = B*T*top_k selected pairs, the
+forward keeps x, the probabilities (B*T*E), the selected experts (N int64), and per pair: the gathered x (D), the
+gate-and-up output (2F), h (F) and the unweighted output (D).
+A pending W holds per pair: gathered x (D), the gradient of gate-and-up (2F), h (F), the gradient of the output (D);
+and per token: x (D) and the gradient of the router's logits (E).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from pipefit.model.graph import Operator
+from pipefit.model.ops.kind import Call, Flops, OperatorKind, same_shape
+
+
+def _sizes(call: Call) -> tuple[int, int, int, int, int]:
+    """tokens, features, experts, features of an expert, selected pairs."""
+    x, down = call.inputs[0], call.inputs[3]
+    assert x is not None and down is not None
+    tokens = math.prod(x[:-1])
+    return tokens, x[-1], down[0], down[2], tokens * int(call.attributes["top_k"])
+
+
+def _flops(call: Call) -> Flops:
+    tokens, features, experts, inner, pairs = _sizes(call)
+    product = 2 * tokens * features * experts + 2 * pairs * features * 3 * inner
+    return Flops(product, product, product)
+
+
+def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+    return operator.inputs
+
+
+def _own_bytes(call: Call) -> int:
+    tokens, features, experts, inner, pairs = _sizes(call)
+    routing = tokens * experts * call.wide_bytes + pairs * 8
+    return routing + pairs * (2 * features + 3 * inner) * call.compute_bytes
+
+
+def _pending_bytes(call: Call) -> int:
+    tokens, features, experts, inner, pairs = _sizes(call)
+    return (tokens * experts + pairs * (2 * features + 3 * inner)) * call.compute_bytes
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="moe",
+        summary="Mixture of gated experts with softmax routing over the top_k; no token dropped, no auxiliary loss.",
+        inputs=("x", "router_weight", "gate_up_weight", "down_weight"),
+        attributes={
+            "experts": "E",
+            "top_k": "experts per token",
+            "normalize": "whether the selected probabilities are divided by their sum",
+            "activation": "`silu` or `gelu`",
+        },
+        shapes=same_shape,
+        flops=_flops,
+        saves=_saves,
+        own_bytes=_own_bytes,
+        pending_values=(0,),
+        pending_bytes=_pending_bytes,
+        boundary=True,
+        heavy=True,
+    ),
+)

@@ -1,0 +1,56 @@
+"""opaque(inputs..., parameters...): a user's module that could not be captured. Form I, fused backward.
+
+Nothing is known of its inside, so its costs are estimates: 2 FLOPs per parameter and token forward, twice that
+backward (Kaplan et al., 2020, section 2.1), all of it in I; kept: its inputs and `kept_factor` times its output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.model.ops.kind import Call, Flops, OperatorKind
+
+
+def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    return (tuple(attributes["shape"]),)
+
+
+def _flops(call: Call) -> Flops:
+    tokens = call.symbols["B"] * call.symbols["T"]
+    forward = 2 * tokens * int(call.attributes["parameter_count"])
+    return Flops(forward, 2 * forward, 0)
+
+
+def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+    return tuple(name for name in operator.inputs if name)
+
+
+def _own_bytes(call: Call) -> int:
+    return math.ceil(float(call.attributes["kept_factor"]) * math.prod(call.outputs[0]) * call.compute_bytes)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="opaque",
+        summary="A user's module, called as it is.",
+        inputs=("inputs_and_parameters*",),
+        attributes={
+            "key": "name under which the runtime finds the module: the layer's name",
+            "inputs": "how many of the inputs are values; the rest are parameters, by local name",
+            "shape": "shape of the output",
+            "parameter_count": "numbers in its parameters",
+            "kept_factor": "estimate of what it keeps, in units of its output",
+            "reason": "why it could not be captured",
+        },
+        shapes=_shapes,
+        flops=_flops,
+        saves=_saves,
+        own_bytes=_own_bytes,
+        boundary=True,
+        heavy=True,
+        output_dtype="compute",
+    ),
+)

@@ -1,0 +1,119 @@
+"""rotary(x_BTHK, positions_BT): rotary position embedding (Su et al., 2021) of the first `dim` features of each head.
+
+Pairs are (i, i + dim/2) in style `half` (GPT-NeoX, Hugging Face) and (2i, 2i + 1) in style `interleaved` (Meta, GPT-J).
+Pair i turns by positions * frequency[i]; `frequencies` gives them for every scaling we know. Keeps nothing: the
+backward pass turns the other way, and the cos/sin table is cached with the step plan's positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.errors import ModelError
+from pipefit.model.ops.kind import OperatorKind, same_shape
+
+SCALINGS = ("default", "linear", "llama3", "yarn", "frequencies")
+
+
+def frequencies(attributes: Mapping[str, Any]) -> tuple[list[float], float]:
+    """(radians per position of each of the dim/2 pairs, factor of cos and sin) for the attributes of a rotary operator.
+
+    `attributes["scaling"]` is null or the object that Hugging Face calls rope_scaling, or
+    {"rope_type": "frequencies", "values": [...], "attention_factor": f}. Raises ModelError for an unknown type.
+    """
+    theta, dim = float(attributes["theta"]), int(attributes["dim"])
+    base = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    scaling = attributes.get("scaling")
+    if not scaling:
+        return base, 1.0
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return base, 1.0
+    if kind == "frequencies":
+        return [float(value) for value in scaling["values"]], float(scaling.get("attention_factor", 1.0))
+    if kind == "linear":
+        return [frequency / _need(scaling, "factor") for frequency in base], 1.0
+    if kind == "llama3":
+        return [_llama3(frequency, scaling) for frequency in base], 1.0
+    if kind == "yarn":
+        return _yarn(base, theta, dim, scaling)
+    raise ModelError(
+        "The rotary scaling is unknown.", where="rope_scaling", seen=repr(kind), allowed=", ".join(SCALINGS[:-1])
+    )
+
+
+def _need(scaling: Mapping[str, Any], name: str) -> float:
+    if scaling.get(name) is None:
+        raise ModelError(
+            f"The rotary scaling needs the field {name!r}.",
+            where="rope_scaling",
+            seen=dict(scaling),
+            allowed="a number",
+        )
+    return float(scaling[name])
+
+
+def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
+    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between (Meta's
+    `apply_scaling`)."""
+    factor, low, high = _need(scaling, "factor"), _need(scaling, "low_freq_factor"), _need(scaling, "high_freq_factor")
+    old_length = _need(scaling, "original_max_position_embeddings")
+    wavelength = 2 * math.pi / frequency
+    if wavelength > old_length / low:
+        return frequency / factor
+    if wavelength < old_length / high:
+        return frequency
+    smooth = (old_length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn(base: list[float], theta: float, dim: int, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
+    """YaRN (Peng et al., 2023, section 3.2): a ramp over the pairs between kept and interpolated frequencies, and
+    cos/sin scaled by 0.1 ln(factor) + 1."""
+    factor = _need(scaling, "factor")
+    old_length = _need(scaling, "original_max_position_embeddings")
+    beta_fast, beta_slow = float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1)
+
+    def pair_of(rotations: float) -> float:
+        return dim * math.log(old_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(beta_fast), pair_of(beta_slow)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = (high - low) or 0.001
+    result = []
+    for i, frequency in enumerate(base):
+        ramp = min(1.0, max(0.0, (i - low) / width))
+        result.append(frequency / factor * ramp + frequency * (1 - ramp))
+    return result, _yarn_factor(scaling, factor)
+
+
+def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
+    return mscale(1.0)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="rotary",
+        summary="Rotary position embedding of (rows, tokens, heads, head dim); computes cos and sin itself.",
+        inputs=("x", "positions"),
+        attributes={
+            "theta": "base of the frequencies",
+            "dim": "features of a head that turn (the first ones); the others pass",
+            "scaling": "null or the rope_scaling object; see `frequencies`",
+            "style": "`half` pairs (i, i + dim/2), `interleaved` pairs (2i, 2i + 1)",
+        },
+        shapes=same_shape,
+    ),
+)

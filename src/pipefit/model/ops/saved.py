@@ -1,0 +1,233 @@
+"""What a forward keeps for its backward, and what a pending W holds, in bytes: the rules that the runtime follows.
+
+`docs/operators.md` states them. A storage counts once, however many operators save it or views of it. Not counted:
+parameters, inputs from the step plan (tokens, positions, labels), and a layer's outputs, which the next layer counts
+as its input x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.model.graph import Graph, Operator, Shape, element_count, size_value
+from pipefit.model.ops.kind import Call
+from pipefit.model.ops.table import KINDS
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Bytes, of one layer, microbatch and slice."""
+
+    after_forward: int
+    "Alive from F to its B or I."
+    after_input_gradient: int
+    "Alive from I to its W."
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays of one forward, by name."""
+
+    values: tuple[str, ...]
+    "Values whose storages stay (roots of views), in order of production; the layer's outputs left out."
+    statistics: tuple[int, ...]
+    "Indices of the operators whose own bytes (statistics, masks) stay."
+    again: tuple[int, ...]
+    "Indices of the operators that the backward runs again, in order."
+
+
+def saved_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> Saved:
+    """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P)."""
+    analysis = _Analysis(graph, compute_bytes)
+    held = kept(graph, recompute, compute_bytes)
+    values = sum(analysis.value_bytes(name, symbols) for name in held.values)
+    for index in held.statistics:
+        operator = graph.operators[index]
+        values += KINDS[operator.kind].own_bytes(call_of(graph, operator, symbols, compute_bytes))
+    return Saved(values, _pending_bytes(analysis, symbols))
+
+
+def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
+    """`full` acts as `selective` on a layer with fewer than two heavy operators (embedding, head, loss): running them
+    again would cost much and free little."""
+    if recompute == "full" and sum(KINDS[operator.kind].heavy for operator in graph.operators) < 2:
+        return "selective"
+    return recompute
+
+
+def kept(graph: Graph, recompute: Recompute, compute_bytes: int) -> Kept:
+    """Which values, statistics and reruns `recompute` means for this graph."""
+    analysis = _Analysis(graph, compute_bytes)
+    choice = effective_recompute(graph, recompute)
+    everything = range(len(graph.operators))
+    if choice == "full":
+        inputs = [tensor.name for tensor in graph.inputs if analysis.counts(tensor.name)]
+        return Kept(tuple(inputs), (), tuple(everything))
+    needed = [name for operator in graph.operators for name in analysis.saves(operator)]
+    with_gradient = [index for index in everything if analysis.needs_gradient(graph.operators[index].outputs[0])]
+    if choice == "none":
+        return Kept(analysis.roots(needed), tuple(index for index in with_gradient if analysis.has_own(index)), ())
+    again: set[int] = set()
+    leaves = [leaf for name in needed for leaf in analysis.leaves(name, again)]
+    statistics = [index for index in with_gradient if analysis.is_boundary(index) and analysis.has_own(index)]
+    return Kept(analysis.roots(leaves), tuple(statistics), tuple(sorted(again)))
+
+
+def call_of(graph: Graph, operator: Operator, symbols: Mapping[str, int], compute_bytes: int) -> Call:
+    """The operator with numbers for its sizes."""
+    parameters = {parameter.name: parameter.shape for parameter in graph.parameters}
+
+    def shape(name: str) -> tuple[int, ...] | None:
+        if not name:
+            return None
+        symbolic: Shape = parameters[name] if name in parameters else graph.tensor(name).shape
+        return tuple(size_value(size, symbols) for size in symbolic)
+
+    outputs = tuple(shape(name) or () for name in operator.outputs)
+    return Call(tuple(map(shape, operator.inputs)), outputs, operator.attributes, symbols, compute_bytes)
+
+
+def element_bytes(dtype: str, compute_bytes: int) -> int:
+    """Bytes of one number. `float32` in a graph means float32 or wider."""
+    if dtype == "compute":
+        return compute_bytes
+    return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "bool": 1}[dtype]
+
+
+class _Analysis:
+    """Storages and gradients of one graph: who aliases whom, and what needs what."""
+
+    def __init__(self, graph: Graph, compute_bytes: int) -> None:
+        self.graph = graph
+        self.compute_bytes = compute_bytes
+        self.parameters = {parameter.name: parameter for parameter in graph.parameters}
+        self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
+        self.producer = {name: index for index, op in enumerate(graph.operators) for name in op.outputs}
+        self.consumers: dict[str, list[int]] = {}
+        for index, op in enumerate(graph.operators):
+            for name in op.inputs:
+                self.consumers.setdefault(name, []).append(index)
+        self.root: dict[str, str] = {}
+        self._gradient: dict[str, bool] = {"": False}
+        self._find_roots()
+        self._find_gradients()
+
+    def _find_roots(self) -> None:
+        scrambled: set[str] = set()
+        for tensor in self.graph.inputs:
+            self.root[tensor.name] = tensor.name
+        for operator in self.graph.operators:
+            source, result = operator.inputs[0] if operator.inputs else "", operator.outputs[0]
+            for name in operator.outputs:
+                self.root[name] = name
+            if not self._shares_storage(operator) or source in self.parameters:
+                continue
+            if operator.kind == "reshape" and source in scrambled:
+                continue  # a reshape of permuted dimensions copies
+            self.root[result] = self.root[source]
+            if source in scrambled or operator.kind == "transpose":
+                scrambled.add(result)
+
+    def _shares_storage(self, operator: Operator) -> bool:
+        if operator.kind == "cast":
+            before, after = self.tensors[operator.inputs[0]], self.tensors[operator.outputs[0]]
+            return self._width(before.dtype) == self._width(after.dtype)
+        return KINDS[operator.kind].view
+
+    def _find_gradients(self) -> None:
+        for tensor in self.graph.inputs:
+            self._gradient[tensor.name] = self.counts(tensor.name)
+        for parameter in self.graph.parameters:
+            self._gradient[parameter.name] = parameter.trainable
+        for operator in self.graph.operators:
+            flows = any(self._gradient[name] for name in operator.inputs)
+            for name in operator.outputs:
+                self._gradient[name] = flows
+
+    def _width(self, dtype: str) -> int:
+        return element_bytes(dtype, self.compute_bytes)
+
+    def needs_gradient(self, name: str) -> bool:
+        return self._gradient[name]
+
+    def counts(self, name: str) -> bool:
+        """False for parameters and for inputs from the step plan."""
+        if name in self.parameters:
+            return False
+        return name in self.producer or self.tensors[name].role == "activation"
+
+    def saves(self, operator: Operator) -> list[str]:
+        if not self.needs_gradient(operator.outputs[0]):
+            return []
+        names = KINDS[operator.kind].saves(operator, self.needs_gradient)
+        return [name for name in names if name and self.counts(name)]
+
+    def has_own(self, index: int) -> bool:
+        kind = KINDS[self.graph.operators[index].kind]
+        return kind.own_bytes is not KINDS["add"].own_bytes
+
+    def is_boundary(self, index: int) -> bool:
+        return KINDS[self.graph.operators[index].kind].boundary
+
+    def leaves(self, name: str, again: set[int]) -> list[str]:
+        """The boundary outputs and layer inputs that `name` is made from; the operators between go into `again`."""
+        found: list[str] = []
+        stack, seen = [name], set()
+        while stack:
+            value = stack.pop()
+            if value in seen or not value or not self.counts(value):
+                continue
+            seen.add(value)
+            index = self.producer.get(value)
+            if index is None or self.is_boundary(index):
+                found.append(value)
+                continue
+            again.add(index)
+            stack += self.graph.operators[index].inputs
+        return found
+
+    def roots(self, names: list[str]) -> tuple[str, ...]:
+        """Distinct storages of these values in order of production, outputs of the layer left out."""
+        inputs = {tensor.name for tensor in self.graph.inputs}
+        outputs = {self.root[name] for name in self.graph.outputs} - inputs
+        found = {self.root[name] for name in names} - outputs
+        return tuple(name for name in self.tensors if name in found)
+
+    def value_bytes(self, name: str, symbols: Mapping[str, int]) -> int:
+        tensor = self.tensors[name]
+        return element_count(tensor.shape, symbols) * self._width(tensor.dtype)
+
+    def gradient_root(self, name: str) -> str:
+        """The value whose gradient is the same storage as the gradient of `name`: sums and views hand it on."""
+        users = self.consumers.get(name, [])
+        if name in self.graph.outputs or len(users) != 1:
+            return name
+        operator = self.graph.operators[users[0]]
+        result = operator.outputs[0]
+        handed_on = operator.kind in ("reshape", "transpose") or (
+            (operator.kind == "add" or (operator.kind == "sub" and operator.inputs[0] == name))
+            and self.tensors[result].shape == self.tensors[name].shape
+            and operator.inputs.count(name) == 1
+        )
+        return self.gradient_root(result) if handed_on else name
+
+
+def _pending_bytes(analysis: _Analysis, symbols: Mapping[str, int]) -> int:
+    values: set[str] = set()
+    gradients: set[str] = set()
+    total = 0
+    for operator in analysis.graph.operators:
+        kind = KINDS[operator.kind]
+        trainable = any(analysis.parameters[name].trainable for name in operator.inputs if name in analysis.parameters)
+        if not trainable:
+            continue
+        values |= {analysis.root[operator.inputs[i]] for i in kind.pending_values}
+        if kind.pending_gradients:
+            gradients.add(analysis.gradient_root(operator.outputs[0]))
+        total += kind.pending_bytes(call_of(analysis.graph, operator, symbols, analysis.compute_bytes))
+    counted = [name for name in values if analysis.counts(name)]
+    return total + sum(analysis.value_bytes(name, symbols) for name in (*counted, *gradients))

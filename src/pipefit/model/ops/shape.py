@@ -1,0 +1,75 @@
+"""Kinds that move or rename numbers: reshape, transpose, slice (views), cast and concat (copies). They keep nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.model.graph import Shape, add_sizes, subtract_sizes
+from pipefit.model.ops.kind import OperatorKind, same_shape
+
+
+def _reshape(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    return (tuple(attributes["shape"]),)
+
+
+def _transpose(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    x = inputs[0]
+    assert x is not None
+    return (tuple(x[dim] for dim in attributes["dims"]),)
+
+
+def _slice(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    x, dim = inputs[0], attributes["dim"]
+    assert x is not None
+    return ((*x[:dim], subtract_sizes(attributes["stop"], attributes["start"]), *x[dim + 1 :]),)
+
+
+def _concat(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    first, dim = inputs[0], attributes["dim"]
+    assert first is not None
+    total = add_sizes(*(shape[dim] for shape in inputs if shape is not None))
+    return ((*first[:dim], total, *first[dim + 1 :]),)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="reshape",
+        summary="The same numbers in order under another shape.",
+        inputs=("x",),
+        attributes={"shape": "list of sizes"},
+        shapes=_reshape,
+        view=True,
+    ),
+    OperatorKind(
+        kind="transpose",
+        summary="Dimensions permuted.",
+        inputs=("x",),
+        attributes={"dims": "permutation of all dimensions: output dimension i is input dimension dims[i]"},
+        shapes=_transpose,
+        view=True,
+    ),
+    OperatorKind(
+        kind="slice",
+        summary="x[start:stop] along one dimension.",
+        inputs=("x",),
+        attributes={"dim": "not negative", "start": "first index", "stop": "one past the last"},
+        shapes=_slice,
+        view=True,
+    ),
+    OperatorKind(
+        kind="concat",
+        summary="Inputs joined along one dimension.",
+        inputs=("x*",),
+        attributes={"dim": "not negative"},
+        shapes=_concat,
+    ),
+    OperatorKind(
+        kind="cast",
+        summary="Another number type: `compute`, or `float32` which means float32 or wider. No copy where it is equal.",
+        inputs=("x",),
+        attributes={"dtype": "`compute` or `float32`"},
+        shapes=same_shape,
+        output_dtype="attribute",
+    ),
+)

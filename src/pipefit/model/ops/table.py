@@ -1,0 +1,27 @@
+"""The registry of operator kinds: every `OPERATORS` tuple in the modules of this package."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pipefit.model.ops.kind import OperatorKind
+
+_MACHINERY = {"kind", "table", "saved", "totals"}
+
+
+def _discover() -> Mapping[str, OperatorKind]:
+    package = importlib.import_module(__package__)
+    found: dict[str, OperatorKind] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.name in _MACHINERY:
+            continue
+        for kind in importlib.import_module(f"{__package__}.{info.name}").OPERATORS:
+            assert kind.kind not in found, f"operator kind {kind.kind} is defined twice"
+            found[kind.kind] = kind
+    return MappingProxyType(found)
+
+
+KINDS: Mapping[str, OperatorKind] = _discover()
