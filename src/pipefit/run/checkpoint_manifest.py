@@ -1,0 +1,193 @@
+"""The manifest of a checkpoint: `checkpoint.json`, which names every tensor, every file and its SHA-256.
+
+A folder is a checkpoint if its manifest is there, agrees with its own checksum, and every file it names has the size
+it names. Reading it needs no pickle: the manifest is JSON and the tensors are safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipefit.codec import from_data, to_data
+from pipefit.errors import CheckpointError, FormatError
+
+MANIFEST = "checkpoint.json"
+FORMAT = "pipefit-checkpoint"
+VERSION = 1
+
+_FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_FILE = re.compile(r"tensors-\d+\.safetensors")
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredChunk:
+    """One box of a tensor, where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    key: str
+    "Its name within the safetensors file."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor by its global name: its chunks cover it exactly once."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    "A torch name: float32, bfloat16, int64, ..."
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """One file of the checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What `checkpoint.json` holds."""
+
+    format: str
+    version: int
+    serial: int
+    "Counts the checkpoints of a folder in the order in which they were written."
+    step: int
+    extra: Mapping[str, Any]
+    "Plain JSON of the caller: plan hash, data position, seed."
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The content of `checkpoint.json`: the manifest with a checksum over itself."""
+    data = to_data(manifest)
+    return (json.dumps({**data, "checksum": _checksum(data)}, indent=0) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises CheckpointError if there is none, or if it was cut or changed."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            "This is not a checkpoint.",
+            where=str(folder),
+            seen=error,
+            allowed=f"a folder with {MANIFEST}, as `pipefit train` writes it",
+            next_step="name a folder step-... of a run; a checkpoint that was not completed cannot be used",
+        ) from None
+    try:
+        data = json.loads(text)
+        found = data.pop("checksum")
+        good = found == _checksum(data)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    if not good:
+        raise _damaged(path, "its checksum does not agree with its content")
+    if data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise CheckpointError(
+            "The checkpoint is of another format or version.",
+            where=str(path),
+            seen=f"{data.get('format')} {data.get('version')}",
+            allowed=f"{FORMAT} {VERSION}",
+        )
+    try:
+        manifest = from_data(Manifest, data, str(path))
+    except FormatError as error:
+        raise _damaged(path, error.what) from None
+    for name in manifest.files:
+        if not _FILE.fullmatch(name):
+            raise _damaged(path, f"it names a file {name!r}, which is no part of a checkpoint")
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError if a file is missing or was cut short. Reads no content."""
+    for name, stored in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            raise CheckpointError(
+                "A file of the checkpoint is missing.",
+                where=str(folder / name),
+                next_step="restore the file, or resume from an earlier checkpoint",
+            ) from None
+        if size != stored.bytes:
+            raise CheckpointError(
+                "A file of the checkpoint has the wrong size; it was probably cut short.",
+                where=str(folder / name),
+                seen=f"{size} bytes",
+                allowed=f"{stored.bytes} bytes",
+                next_step="restore the file, or resume from an earlier checkpoint",
+            )
+
+
+def check_content(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+    """Raises CheckpointError if a file's SHA-256 is not the manifest's. Reads every `parts`-th file from `part`."""
+    for name in sorted(manifest.files)[part::parts]:
+        try:
+            found = file_sha256(folder / name)
+        except OSError as error:
+            raise CheckpointError("A file of the checkpoint cannot be read.", where=str(error)) from None
+        if found != manifest.files[name].sha256:
+            raise CheckpointError(
+                "A file of the checkpoint was changed after it was written.",
+                where=str(folder / name),
+                seen=f"SHA-256 {found}",
+                allowed=f"SHA-256 {manifest.files[name].sha256}",
+                next_step="restore the file, or resume from an earlier checkpoint",
+            )
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    state = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            state.update(block)
+    return state.hexdigest()
+
+
+def folder_name(step: int, copy: int) -> str:
+    """`step-00000100`, or `step-00000100-2` for the second checkpoint of that step in a folder."""
+    return f"step-{step:08d}" if copy < 2 else f"step-{step:08d}-{copy}"
+
+
+def complete_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints below `directory` in the order in which they were written. Damaged ones are left out."""
+    found = []
+    for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if _FOLDER.fullmatch(folder.name):
+            try:
+                manifest = read_manifest(folder)
+                check_sizes(folder, manifest)
+            except CheckpointError:
+                continue
+            found.append((folder, manifest))
+    return sorted(found, key=lambda entry: (entry[1].serial, entry[0].name))
+
+
+def _checksum(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _damaged(path: Path, seen: str) -> CheckpointError:
+    return CheckpointError(
+        "The checkpoint's manifest was cut short or changed.",
+        where=str(path),
+        seen=seen,
+        next_step="restore the file, or resume from an earlier checkpoint",
+    )

@@ -1,0 +1,90 @@
+"""What a rank holds of a global tensor, for saving and loading: a box, or a flat run of a box's elements.
+
+A flat run (ZeRO's split of the flattened elements) is at most 2 * ndim - 1 boxes: the run's ragged head and tail in
+every dimension, and one full block between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipefit.layout import Box, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One rank's part of the tensor that all ranks call `name`. It may be empty, and several ranks may hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    "The global shape."
+    tensor: torch.Tensor
+    "The data: of the box's sizes, or one-dimensional and contiguous where `flat` is given. Any device."
+    box: Box | None = None
+    "What is held of the tensor; None is all of it."
+    flat: Run | None = None
+    "The run of the box's elements (row-major, counted within the box) that is held; None is all of them."
+
+    def chunks(self) -> list[Chunk]:
+        """The non-empty boxes that this piece consists of, as views of `tensor`. Asserts that the sizes agree."""
+        box = tuple((0, length) for length in self.shape) if self.box is None else self.box
+        assert len(box) == len(self.shape), f"{self.name}: box {box} of shape {self.shape}"
+        assert all(0 <= a <= b <= n for (a, b), n in zip(box, self.shape, strict=True)), f"{self.name}: {box}"
+        sizes = tuple(stop - start for start, stop in box)
+        data = self.tensor.detach()
+        if self.flat is None:
+            assert tuple(data.shape) == sizes, f"{self.name}: tensor of {tuple(data.shape)} for a box of {sizes}"
+            return [Chunk(box, data)] if data.numel() else []
+        start, stop = self.flat
+        assert 0 <= start <= stop <= math.prod(sizes), f"{self.name}: run {self.flat} of {math.prod(sizes)}"
+        assert data.shape == (stop - start,), f"{self.name}: tensor of {tuple(data.shape)} for run {self.flat}"
+        result, offset = [], 0
+        for inner in flat_boxes(sizes, start, stop):
+            lengths = [high - low for low, high in inner]
+            count = math.prod(lengths)
+            moved = tuple((low + base, high + base) for (low, high), (base, _) in zip(inner, box, strict=True))
+            result.append(Chunk(moved, data[offset : offset + count].view(lengths)))
+            offset += count
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A non-empty box of a global tensor, and the tensor that holds it."""
+
+    box: Box
+    data: torch.Tensor
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(start for start, _ in self.box)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+
+def flat_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes whose elements, one after the other, are elements start to stop of a tensor in row-major order."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield ()
+        return
+    rest = sizes[1:]
+    inner = math.prod(rest)
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:
+        yield from (((first, first + 1), *box) for box in flat_boxes(rest, head, tail))
+        return
+    if head:
+        yield from (((first, first + 1), *box) for box in flat_boxes(rest, head, inner))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, length) for length in rest))
+    yield from (((last, last + 1), *box) for box in flat_boxes(rest, 0, tail))
