@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipefit.codec import from_data, to_data
+from pipefit.codec import dump_text, from_data, to_data
 from pipefit.errors import CheckpointError, FormatError
 
 MANIFEST = "checkpoint.json"
@@ -73,7 +73,7 @@ class Manifest:
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The content of `checkpoint.json`: the manifest with a checksum over itself."""
     data = to_data(manifest)
-    return (json.dumps({**data, "checksum": _checksum(data)}, indent=0) + "\n").encode()
+    return dump_text({**data, "checksum": _checksum(data)}).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
