@@ -49,6 +49,8 @@ class EdgeCost:
 
     source: int
     target: int
+    tensor: str = ""
+    "'' is the hidden state."
     forward_s: Array
     "Time from the send's start until the tensor can be used, without waiting for a port."
     backward_s: Array
@@ -56,7 +58,7 @@ class EdgeCost:
     "The part of it during which the sender's port is busy (no latency)."
     backward_port_s: Array
     forward_bytes: Array
-    "What the receiver holds from arrival until the consumer has used it."
+    "The receive buffer: held from when the receive is posted until the consumer has run."
     backward_bytes: Array
 
 

@@ -1,1 +1,24 @@
 """In which order: actions, schedule families, lowering, checks, CSV."""
+
+from pipefit.schedule.actions import Action, Schedule, format_lanes, parse_lanes
+from pipefit.schedule.check import check
+from pipefit.schedule.families import FAMILIES, family
+from pipefit.schedule.lower import lower
+from pipefit.schedule.problem import Edge, Problem, chain, linear, uniform_costs, vee
+
+__all__ = [
+    "FAMILIES",
+    "Action",
+    "Edge",
+    "Problem",
+    "Schedule",
+    "chain",
+    "check",
+    "family",
+    "format_lanes",
+    "linear",
+    "lower",
+    "parse_lanes",
+    "uniform_costs",
+    "vee",
+]

@@ -1,0 +1,457 @@
+"""From a schedule to flat arrays: tasks, who waits for whom, and how long. What lowering and simulation run on.
+
+Every action but RECV becomes a task; a RECV is the moment when its transfer may begin. Tasks wait for each other in
+these ways:
+
+- a lane does its compute actions, NORM, STEP and FREE one after the other;
+- a transfer starts when its SEND is reached, its RECV is posted and the sender's port is free; a port serves the
+  transfers of its lane in order, and each keeps it busy for `port_s`;
+- the consumer starts when the transfer has arrived, `forward_s` or `backward_s` after the transfer's start;
+- REDUCE and GATHER run beside the compute actions, one after the other on a communication lane of their own;
+- NORM waits for everything before it on all lanes that have a NORM; STEP waits for the lane's reductions.
+
+In a computed schedule the transfers are implied: sent right after the producer, with the receive already posted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.types import CostTable, EdgeCost
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.kernel import choose, sweep, topological_order
+from pipefit.schedule.problem import Edge, chain
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+F, I, W, B, SEND_F, SEND_B, RECV_F, RECV_B, REDUCE, GATHER, NORM, STEP, FREE, BARRIER = range(14)  # noqa: E741
+CODE = {
+    "F": F,
+    "I": I,
+    "W": W,
+    "B": B,
+    "SEND_F": SEND_F,
+    "SEND_B": SEND_B,
+    "RECV_F": RECV_F,
+    "RECV_B": RECV_B,
+    "REDUCE": REDUCE,
+    "GATHER": GATHER,
+    "NORM": NORM,
+    "STEP": STEP,
+    "FREE": FREE,
+}
+"""Small integers for the kinds; compute kinds come first."""
+
+STOP, ARRIVAL = 0, 1
+"""What a task waits for: the predecessor's stop, or the arrival of what it transfers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A schedule as columns: one entry per action, all lanes one after the other."""
+
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    edge: Ints
+    "Index into `edges` for transfers, else -1."
+    plain: NDArray[np.bool_]
+    "Whether `what` is empty."
+    lane: Ints
+    offset: Ints
+    "Where each lane begins, and the end."
+    edges: tuple[Edge, ...]
+    "The edges that cross lanes."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """The tasks of a schedule, numbered so that predecessors come first, without any times."""
+
+    schedule: Schedule
+    table: Table
+    kind: Ints
+    lane: Ints
+    "Of a transfer, the sender's."
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    edge: Ints
+    plain: NDArray[np.bool_]
+    row: Ints
+    "The action in `table` that the task stands for; of an implied transfer, its producer; -1 for a barrier."
+    task: Ints
+    "The task of each row of `table`; of a RECV, its transfer."
+    before: Ints
+    "For each row of `table`, the task that its lane does one by one last before it, or -1."
+    consumer: Ints
+    "Of a transfer, the task that uses what it brings; else -1."
+    pointer: Ints
+    source: Ints
+    wait: Ints
+    "STOP or ARRIVAL, beside `source`."
+
+    @property
+    def size(self) -> int:
+        return len(self.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """When every task of a graph runs."""
+
+    start_s: Floats
+    duration_s: Floats
+    "Of a transfer, how long it keeps the port busy."
+    transit_s: Floats
+    "Of a transfer, from its start to its arrival; else 0."
+    lag_s: Floats
+    "Beside the graph's `source`: how long after that task's start the waiting task may start."
+
+    @property
+    def stop_s(self) -> Floats:
+        """When every task is over; of a transfer, when the port is free again."""
+        return self.start_s + self.duration_s
+
+    @property
+    def arrival_s(self) -> Floats:
+        """When a transfer's data can be used."""
+        return self.start_s + self.transit_s
+
+
+def columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> Table:
+    """The schedule as columns. `edges` adds edges that no SEND of the schedule names (computed schedules)."""
+    flat = [action for lane in schedule.lanes for action in lane]
+    kinds, stages, microbatches, slices, peers, whats = zip(*flat, strict=True) if flat else ((),) * 6
+    kind = np.array([CODE[text] for text in kinds], dtype=np.int64)
+    stage = np.array(stages, dtype=np.int64)
+    offset = np.cumsum([0, *(len(lane) for lane in schedule.lanes)])
+    index = {edge: i for i, edge in enumerate(_crossing(schedule, edges or ()))}
+    edge = np.full(len(flat), -1, dtype=np.int64)
+    transfers = np.flatnonzero((kind >= SEND_F) & (kind <= RECV_B))
+    if len(transfers):
+        away = (kind == SEND_F) | (kind == RECV_B)
+        edge[transfers] = [
+            index.setdefault((stages[i], peers[i], whats[i]) if out else (peers[i], stages[i], whats[i]), len(index))
+            for i, out in zip(transfers.tolist(), away[transfers].tolist(), strict=True)
+        ]
+    return Table(
+        kind=kind,
+        stage=stage,
+        microbatch=np.array(microbatches, dtype=np.int64),
+        slice=np.array(slices, dtype=np.int64),
+        edge=edge,
+        plain=np.array([not what for what in whats], dtype=np.bool_),
+        lane=np.repeat(np.arange(len(schedule.lanes)), np.diff(offset)),
+        offset=offset,
+        edges=tuple(index),
+    )
+
+
+def compile_graph(schedule: Schedule, edges: Sequence[Edge] | None = None, compiled: bool | None = None) -> TaskGraph:
+    """The task graph of a valid schedule. `edges` is needed for computed schedules only; default: the chain.
+
+    Raises ScheduleError, with the first lane that cannot go on, if no order satisfies all waits. `compiled` forces
+    numba on or off; both give the same graph.
+    """
+    if edges is None and not schedule.is_lowered:
+        edges = chain(schedule.stages)
+    table = columns(schedule, () if schedule.is_lowered else edges)
+    builder = _Builder(schedule, table)
+    if schedule.is_lowered:
+        builder.add_written_transfers()
+    else:
+        builder.add_implied_transfers()
+    builder.add_lanes()
+    builder.add_communication()
+    return builder.finish(compiled)
+
+
+_recent: OrderedDict[tuple[int, tuple[Edge, ...] | None], tuple[Schedule, TaskGraph]] = OrderedDict()
+
+
+def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None) -> TaskGraph:
+    """`compile_graph`, remembered for the last few schedule objects, which searches evaluate under many costs."""
+    key = (id(schedule), edges)
+    if key in _recent:
+        _recent.move_to_end(key)
+        return _recent[key][1]
+    graph = compile_graph(schedule, edges)
+    _recent[key] = (schedule, graph)  # the schedule stays alive, so its id stays its own
+    if len(_recent) > 32:
+        _recent.popitem(last=False)
+    return graph
+
+
+def run(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
+    """When every task runs under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
+    duration, transit = durations(graph, costs)
+    lag = np.where(graph.wait == ARRIVAL, transit[graph.source], duration[graph.source])
+    return Times(
+        start_s=run_sweep(graph, lag, compiled),
+        duration_s=duration,
+        transit_s=transit,
+        lag_s=lag,
+    )
+
+
+def run_sweep(graph: TaskGraph, lag: Floats, compiled: bool | None = None) -> Floats:
+    """The start of every task: the sweep alone, on arrays that are ready."""
+    function = choose(sweep, len(graph.source), compiled)
+    if function is sweep:
+        start = [0.0] * graph.size
+        sweep(graph.pointer.tolist(), graph.source.tolist(), lag.tolist(), start)
+        return np.array(start, dtype=np.float64)
+    out = np.zeros(graph.size)
+    function(graph.pointer, graph.source, lag, out)
+    return out
+
+
+def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+    """(duration, transit) of every task, in seconds."""
+    duration, transit = np.zeros(graph.size), np.zeros(graph.size)
+    for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
+        mask = graph.kind == code
+        if not mask.any():
+            continue
+        if name not in costs.actions:
+            raise ScheduleError("The cost table has no times for an action of the schedule.", seen=name)
+        duration[mask] = lookup(
+            costs.actions[name].time_s, graph.stage[mask], graph.microbatch[mask], graph.slice[mask]
+        )
+        duration[mask] += costs.overhead_s
+    for code, once in ((REDUCE, costs.reduce_s), (GATHER, costs.gather_s)):
+        mask = (graph.kind == code) & graph.plain
+        duration[mask] = once[graph.stage[mask]]
+    mask = graph.kind == STEP
+    duration[mask] = costs.step_s[graph.lane[mask]]
+    matched = match_edges(graph.table.edges, costs)
+    for code, port, whole in ((SEND_F, "forward_port_s", "forward_s"), (SEND_B, "backward_port_s", "backward_s")):
+        mask = graph.kind == code
+        if mask.any():
+            place = (graph.edge[mask], graph.microbatch[mask], graph.slice[mask])
+            duration[mask] = lookup(edge_table(matched, port), *place)
+            transit[mask] = lookup(edge_table(matched, whole), *place)
+    return duration, transit
+
+
+def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
+    """The cost of every edge. Raises ScheduleError that names the edge without one."""
+    known = {(cost.source, cost.target, cost.tensor): cost for cost in costs.edges}
+    for source, target, tensor in edges:
+        if (source, target, tensor) not in known:
+            raise ScheduleError(
+                "The cost table has no entry for an edge of the schedule.",
+                seen=f"stage {source} -> stage {target}" + (f", tensor {tensor!r}" if tensor else ""),
+                allowed="one EdgeCost for every edge that crosses lanes",
+            )
+    return [known[edge] for edge in edges]
+
+
+def edge_table(matched: Sequence[EdgeCost], field: str) -> Floats:
+    """One field of all edges as an array over [edge, microbatch, slice]; axes of length 1 stay so."""
+    return np.stack(np.broadcast_arrays(*(getattr(cost, field) for cost in matched)))
+
+
+def lookup(table: Floats, first: Ints, microbatch: Ints, slice_: Ints) -> Floats:
+    """Entries of an array over [stage or edge, microbatch, slice] whose axes of length 1 mean "the same for all"."""
+    zero = np.zeros(1, dtype=np.int64)
+    place = tuple(
+        index if length > 1 else zero for index, length in zip((first, microbatch, slice_), table.shape, strict=True)
+    )
+    found: Floats = table[place]
+    return np.broadcast_to(found, first.shape)
+
+
+def _crossing(schedule: Schedule, edges: Sequence[Edge]) -> list[Edge]:
+    return [edge for edge in edges if schedule.placement[edge[0]] != schedule.placement[edge[1]]]
+
+
+class _Builder:
+    """Collects tasks and waits in table order, then renumbers them so that predecessors come first.
+
+    Task numbers during the collection: a row of the table is its own task (RECV rows stay unused); implied
+    transfers and the barrier follow.
+    """
+
+    def __init__(self, schedule: Schedule, table: Table) -> None:
+        self.schedule, self.table = schedule, table
+        self.rows = len(table.kind)
+        is_recv = (table.kind == RECV_F) | (table.kind == RECV_B)
+        is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
+        beside = (table.kind == REDUCE) | (table.kind == GATHER)
+        self.serial = ~(is_recv | is_send | beside)
+        self.before = self._previous(self.serial)
+        self.transfer_kind = self.transfer_edge = self.transfer_row = np.zeros(0, dtype=np.int64)
+        self.waits: list[tuple[Ints, Ints, int]] = []
+        self.task = np.arange(self.rows)
+        self.consumer_of: tuple[Ints, Ints] = (np.zeros(0, dtype=np.int64),) * 2
+        self.barriers = 0
+
+    def wait(self, task: Ints, source: Ints, kind: int = STOP) -> None:
+        """`task` waits for `source`, where source is not -1."""
+        known = source >= 0
+        self.waits.append((task[known], source[known], kind))
+
+    def _previous(self, mask: NDArray[np.bool_]) -> Ints:
+        """For every row, the last row before it on its lane where `mask` holds, or -1."""
+        marked = np.where(mask, np.arange(self.rows), -1)
+        last = np.concatenate(([-1], np.maximum.accumulate(marked)[:-1])) if self.rows else marked
+        return np.where(last >= self.table.offset[self.table.lane], last, -1)
+
+    def index(self, *kinds: int, by_edge: bool = False) -> Ints:
+        """Rows by [stage or edge, microbatch, slice] for actions of these kinds; -1 where there is none."""
+        table = self.table
+        mask = np.isin(table.kind, kinds)
+        first = table.edge if by_edge else table.stage
+        size = len(table.edges) if by_edge else self.schedule.stages
+        found = np.full((size, self.schedule.microbatches, self.schedule.slices), -1, dtype=np.int64)
+        found[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
+        return found
+
+    def add_written_transfers(self) -> None:
+        """Waits around the SEND and RECV actions of a lowered schedule."""
+        table = self.table
+        ends = np.array([edge[:2] for edge in table.edges], dtype=np.int64).reshape(-1, 2)
+        sent, users = [], []
+        for send, receive, kinds, end in ((SEND_F, RECV_F, (F,), 1), (SEND_B, RECV_B, (I, B), 0)):
+            rows = np.flatnonzero(table.kind == send)
+            posted = self.index(receive, by_edge=True)
+            use = self.index(*kinds)
+            place = (table.microbatch[rows], table.slice[rows])
+            recv = posted[(table.edge[rows], *place)]
+            user = use[(ends[table.edge[rows], end], *place)]
+            if (recv < 0).any() or (user < 0).any():
+                raise ScheduleError("A SEND has no RECV or no use; check the schedule to see where.")
+            self.wait(rows, self.before[rows])
+            self.wait(rows, self.before[recv])
+            self.wait(user, rows, ARRIVAL)
+            self.task[recv] = rows
+            sent.append(rows)
+            users.append(user)
+        is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
+        self.wait(np.flatnonzero(is_send), self._previous(is_send)[is_send])
+        self.consumer_of = (np.concatenate(sent), np.concatenate(users))
+
+    def add_implied_transfers(self) -> None:
+        """A transfer right after every producer whose consumer is on another lane."""
+        forward, backward = self.index(F), self.index(I, B)
+        rows, kinds, edges, users = [], [], [], []
+        for number, (source, target, _) in enumerate(self.table.edges):
+            for code, made, used in (
+                (SEND_F, forward[source], forward[target]),
+                (SEND_B, backward[target], backward[source]),
+            ):
+                there = (made >= 0) & (used >= 0)
+                rows.append(made[there])
+                users.append(used[there])
+                kinds.append(np.full(int(there.sum()), code))
+                edges.append(np.full(int(there.sum()), number))
+        if not rows:
+            return
+        row, user = np.concatenate(rows), np.concatenate(users)
+        order = np.argsort(row, kind="stable")  # rows of a lane are in lane order: so are its transfers
+        row, user = row[order], user[order]
+        self.transfer_row, self.transfer_kind = row, np.concatenate(kinds)[order]
+        self.transfer_edge = np.concatenate(edges)[order]
+        tasks = self.rows + np.arange(len(row))
+        self.wait(tasks, row)
+        self.wait(user, tasks, ARRIVAL)
+        lane = self.table.lane[row]
+        same = lane[1:] == lane[:-1]
+        self.wait(tasks[1:][same], tasks[:-1][same])
+        self.consumer_of = (tasks, user)
+
+    def add_lanes(self) -> None:
+        """A lane's compute actions follow each other."""
+        rows = np.flatnonzero(self.serial)
+        self.wait(rows, self.before[rows])
+
+    def add_communication(self) -> None:
+        """REDUCE and GATHER beside the lane, NORM over all lanes, STEP after the reductions."""
+        kind = self.table.kind
+        beside = (kind == REDUCE) | (kind == GATHER)
+        previous = self._previous(beside)
+        rows = np.flatnonzero(beside)
+        self.wait(rows, self.before[rows])
+        self.wait(rows, previous[rows])
+        steps = np.flatnonzero(kind == STEP)
+        self.wait(steps, previous[steps])
+        norms = np.flatnonzero(kind == NORM)
+        if len(norms):
+            barrier = np.full(len(norms), self.rows + len(self.transfer_row))
+            self.barriers = 1
+            self.wait(barrier, self.before[norms])
+            self.wait(barrier, previous[norms])
+            self.wait(norms, barrier)
+
+    def finish(self, compiled: bool | None) -> TaskGraph:
+        """The graph, renumbered."""
+        table = self.table
+        total = self.rows + len(self.transfer_row) + self.barriers
+        target = np.concatenate([wait[0] for wait in self.waits])
+        source = np.concatenate([wait[1] for wait in self.waits])
+        kind = np.repeat([wait[2] for wait in self.waits], [len(wait[0]) for wait in self.waits])
+        by_target = np.argsort(target, kind="stable")
+        target, source, kind = target[by_target], source[by_target], kind[by_target]
+        pointer = np.searchsorted(target, np.arange(total + 1))
+        order = _order(pointer, source, compiled)
+        if len(order) < total:
+            raise ScheduleError(
+                "The lanes wait for each other in a circle: no order of the actions satisfies all dependencies.",
+                next_step="pipefit.schedule.check draws the first action that can never start",
+            )
+        used = ~np.isin(table.kind, (RECV_F, RECV_B))
+        keep = np.concatenate((used, np.ones(total - self.rows, dtype=np.bool_)))
+        order = order[keep[order]]
+        number = np.full(total, -1, dtype=np.int64)
+        number[order] = np.arange(len(order))
+        counts = np.diff(pointer)[order]
+        new_pointer = np.concatenate(([0], np.cumsum(counts)))
+        entries = np.repeat(pointer[order] - new_pointer[:-1], counts) + np.arange(new_pointer[-1])
+        extra = (self.transfer_kind, np.full(self.barriers, BARRIER))
+        row = np.concatenate((np.arange(self.rows), self.transfer_row, np.full(self.barriers, -1)))[order]
+        consumer = np.full(total, -1, dtype=np.int64)
+        consumer[self.consumer_of[0]] = number[self.consumer_of[1]]
+
+        def gather(column: Ints) -> Ints:
+            return np.where(row >= 0, column[row], -1)
+
+        return TaskGraph(
+            schedule=self.schedule,
+            table=table,
+            kind=np.concatenate((table.kind, *extra))[order],
+            lane=gather(table.lane),
+            stage=gather(table.stage),
+            microbatch=gather(table.microbatch),
+            slice=gather(table.slice),
+            edge=np.concatenate((table.edge, self.transfer_edge, np.full(self.barriers, -1)))[order],
+            plain=np.where(row >= 0, table.plain[row], True),
+            row=row,
+            task=number[self.task],
+            before=np.where(self.before >= 0, number[self.before], -1),
+            consumer=consumer[order],
+            pointer=new_pointer,
+            source=number[source[entries]],
+            wait=kind[entries],
+        )
+
+
+def _order(pointer: Ints, source: Ints, compiled: bool | None) -> Ints:
+    tasks = len(pointer) - 1
+    function = choose(topological_order, len(source), compiled)
+    if function is topological_order:
+        order = [0] * tasks
+        done = topological_order(pointer.tolist(), source.tolist(), order, [-1] * tasks, [0] * tasks)
+        return np.array(order[:done], dtype=np.int64)
+    out = np.zeros(tasks, dtype=np.int64)
+    done = function(pointer, source, out, np.full(tasks, -1, dtype=np.int64), np.zeros(tasks, dtype=np.int64))
+    return out[:done]

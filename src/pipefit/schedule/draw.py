@@ -1,0 +1,91 @@
+"""Drawing what is wrong: the cells around a bad one, lanes down, steps across, with an arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Action
+
+Cell = tuple[int, int]
+"""(lane, step): the step-th action of the lane."""
+
+
+def bad_cell(
+    error: type[ScheduleError],
+    what: str,
+    lanes: Sequence[Sequence[Action]],
+    cell: Cell,
+    *,
+    allowed: str | None = None,
+    next_step: str | None = None,
+    notes: Mapping[int, str] | None = None,
+    steps: Mapping[int, int] | None = None,
+) -> ScheduleError:
+    """The error whose text says `what`, names the cell and draws it. See `draw` for `notes` and `steps`."""
+    lane, step = cell
+    there = lanes[lane][step] if step < len(lanes[lane]) else "the end of the lane"
+    return error(
+        f"{what}\n{draw(lanes, cell, notes=notes, steps=steps)}",
+        where=f"lane {lane}, step {step}",
+        seen=there,
+        allowed=allowed,
+        next_step=next_step,
+    )
+
+
+def draw(
+    lanes: Sequence[Sequence[Action]],
+    cell: Cell,
+    *,
+    notes: Mapping[int, str] | None = None,
+    steps: Mapping[int, int] | None = None,
+    around: int = 4,
+) -> str:
+    """The neighbourhood of `cell` as text.
+
+    Every lane shows the steps around `cell`'s, or, with `steps`, around the one given for that lane, which is then
+    marked `[...]`. The cell itself is marked `>...<` and has an arrow below it. `notes` are written behind lanes.
+    """
+    bad_lane, bad_step = cell
+    centre = dict.fromkeys(range(len(lanes)), bad_step) | dict(steps or {})
+    centre[bad_lane] = bad_step
+    shown = [lane for lane in range(len(lanes)) if abs(lane - bad_lane) <= 8 or lane in (steps or {})][:24]
+    rows: dict[int, list[str]] = {}
+    for lane in shown:
+        rows[lane] = []
+        for step in range(centre[lane] - around, centre[lane] + around + 1):
+            text = _text(lanes[lane], step)
+            if (lane, step) == cell:
+                text = f">{text}<"
+            elif steps and steps.get(lane) == step:
+                text = f"[{text}]"
+            rows[lane].append(text)
+    widths = [max(len(row[column]) for row in rows.values()) for column in range(2 * around + 1)]
+    label = len(f"lane {shown[-1]}")
+    lines = []
+    if not steps:
+        numbers = [str(step) if step >= 0 else "" for step in range(bad_step - around, bad_step + around + 1)]
+        widths = [max(width, len(number)) for width, number in zip(widths, numbers, strict=True)]
+        lines.append(" ".join(["step".ljust(label), *_padded(numbers, widths)]).rstrip())
+    if shown[0] > 0:
+        lines.append("...")
+    for lane in shown:
+        note = f"   {notes[lane]}" if notes and lane in notes else ""
+        lines.append(" ".join([f"lane {lane}".ljust(label), *_padded(rows[lane], widths)]).rstrip() + note)
+        if lane == bad_lane:
+            indent = label + 1 + sum(width + 1 for width in widths[:around])
+            lines.append(" " * indent + "^" * len(rows[lane][around]))
+    if shown[-1] < len(lanes) - 1:
+        lines.append("...")
+    return "\n".join("  " + line for line in lines)
+
+
+def _text(lane: Sequence[Action], step: int) -> str:
+    if 0 <= step < len(lane):
+        return str(lane[step])
+    return "(end)" if step == len(lane) else ""
+
+
+def _padded(texts: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [text.ljust(width) for text, width in zip(texts, widths, strict=True)]

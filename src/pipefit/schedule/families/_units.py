@@ -1,0 +1,20 @@
+"""The units of work in the two orders that every slice-aware family is made of."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from pipefit.schedule.actions import Action, Kind
+
+
+@lru_cache(maxsize=1024)
+def forwards(stage: int, microbatches: int, slices: int) -> tuple[Action, ...]:
+    """All forwards of a stage: microbatches ascending, slices of a microbatch ascending."""
+    return tuple(Action("F", stage, m, k) for m in range(microbatches) for k in range(slices))
+
+
+@lru_cache(maxsize=1024)
+def backwards(stage: int, microbatches: int, slices: int, kind: Kind = "B") -> tuple[Action, ...]:
+    """All backwards of a stage: microbatches ascending, slices of a microbatch descending, because the keys and
+    values of a slice collect gradients from all later slices (TeraPipe, arXiv 2102.07988, section 3)."""
+    return tuple(Action(kind, stage, m, k) for m in range(microbatches) for k in reversed(range(slices)))

@@ -1,0 +1,27 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+
+Peak memory is that of all microbatches; the time on d equal stages is (m + d - 1)(f + b). With several stages on a
+lane (looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite
+order. With slices it is the order of TeraPipe.
+"""
+
+from __future__ import annotations
+
+from itertools import chain as joined
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.families._units import backwards, forwards
+from pipefit.schedule.problem import Problem
+
+name = "gpipe"
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule, for any placement and any DAG whose edges lead to later stages."""
+    m, s = problem.microbatches, problem.slices
+    lanes = []
+    for lane in range(problem.lanes):
+        held = problem.held(lane)
+        parts = [forwards(stage, m, s) for stage in held] + [backwards(stage, m, s) for stage in reversed(held)]
+        lanes.append(tuple(joined.from_iterable(parts)))
+    return Schedule(name=name, placement=problem.placement, microbatches=m, slices=s, lanes=tuple(lanes))

@@ -1,0 +1,47 @@
+"""1F1B: after a warm-up, one forward and one backward in turn (PipeDream-Flush, Narayanan et al. 2021, arXiv
+2006.09503; called 1F1B in Megatron-LM).
+
+A stage that is j stages from the end keeps min(m, j + 1) microbatches alive, so stage i of d holds min(m, d - i).
+With slices it is the order of Seq1F1B (Sun et al. 2024, arXiv 2406.03488): the warm-up is longer by slices - 1
+units, because the first backward needs all slices of its microbatch, and min(m s, d - i + s - 1) slices are alive.
+"""
+
+from __future__ import annotations
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Action, Schedule
+from pipefit.schedule.families._units import backwards, forwards
+from pipefit.schedule.problem import Problem
+
+name = "1f1b"
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    if problem.lanes != problem.stages:
+        crowded = max(range(problem.lanes), key=lambda lane: len(problem.held(lane)))
+        raise ScheduleError(
+            "1F1B is written for one stage per lane.",
+            where="placement",
+            seen=f"lane {crowded} holds stages {', '.join(map(str, problem.held(crowded)))}",
+            allowed=f"{problem.lanes} stages for {problem.lanes} lanes",
+            next_step="use gpipe, which takes any placement, or a schedule made for this placement",
+        )
+    lanes: list[tuple[Action, ...]] = [()] * problem.lanes
+    for stage, depth in enumerate(problem.depths()):
+        lanes[problem.placement[stage]] = _lane(stage, depth, problem)
+    return Schedule(
+        name=name,
+        placement=problem.placement,
+        microbatches=problem.microbatches,
+        slices=problem.slices,
+        lanes=tuple(lanes),
+    )
+
+
+def _lane(stage: int, depth: int, problem: Problem) -> tuple[Action, ...]:
+    ahead = forwards(stage, problem.microbatches, problem.slices)
+    back = backwards(stage, problem.microbatches, problem.slices)
+    warm = min(len(ahead), depth + problem.slices - 2)
+    steady = [action for pair in zip(ahead[warm:], back, strict=False) for action in pair]
+    return (*ahead[:warm], *steady, *back[len(ahead) - warm :])

@@ -1,0 +1,161 @@
+"""What a schedule is made for: the stages and where they lie, the units of work, the costs and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from pipefit.cost.types import ActionTable, CostTable, EdgeCost
+from pipefit.errors import ScheduleError
+
+Edge = tuple[int, int, str]
+"""(source stage, target stage, tensor): the tensor that source makes and target uses; '' is the hidden state."""
+
+
+def chain(stages: int) -> tuple[Edge, ...]:
+    """The edges of a plain chain: every stage hands its hidden state to the next."""
+    return tuple((stage, stage + 1, "") for stage in range(stages - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The input of a schedule family."""
+
+    placement: tuple[int, ...]
+    "`placement[s]` is the lane that holds stage s."
+    microbatches: int
+    slices: int = 1
+    "Slices per microbatch; 1 where sequences are not cut."
+    edges: tuple[Edge, ...] | None = None
+    "None is the chain of all stages."
+    costs: CostTable | None = None
+    "What families that look at costs work with; the others ignore it."
+    limit_bytes: tuple[float, ...] | None = None
+    "Memory of every lane for what `costs` counts; None is no limit."
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ScheduleError(
+                "A step needs at least one microbatch.",
+                where="microbatches",
+                seen=self.microbatches,
+                allowed="1 or more",
+            )
+        if self.slices < 1:
+            raise ScheduleError(
+                "A microbatch has at least one slice.", where="slices", seen=self.slices, allowed="1 or more"
+            )
+        if not self.placement or sorted(set(self.placement)) != list(range(self.lanes)):
+            raise ScheduleError(
+                "Every lane must hold a stage, and lanes are numbered from 0 without gaps.",
+                where="placement",
+                seen=self.placement,
+                allowed="for example 0,1,2,3, or 0,1,1,0 for a V",
+            )
+        _check_edges(self.dag, len(self.placement))
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def lanes(self) -> int:
+        return max(self.placement, default=-1) + 1
+
+    @property
+    def dag(self) -> tuple[Edge, ...]:
+        """The edges, with the default filled in."""
+        return chain(self.stages) if self.edges is None else self.edges
+
+    def held(self, lane: int) -> tuple[int, ...]:
+        """The stages that a lane holds, ascending."""
+        return tuple(stage for stage, other in enumerate(self.placement) if other == lane)
+
+    def depths(self) -> tuple[int, ...]:
+        """For each stage, the number of stages on the longest way from it to an end of the DAG, itself included."""
+        depth = [1] * self.stages
+        for source, target, _ in sorted(self.dag, reverse=True):
+            depth[source] = max(depth[source], depth[target] + 1)
+        return tuple(depth)
+
+
+@lru_cache(maxsize=256)
+def linear(devices: int) -> tuple[int, ...]:
+    """The placement of one stage per lane."""
+    return tuple(range(devices))
+
+
+@lru_cache(maxsize=256)
+def vee(devices: int) -> tuple[int, ...]:
+    """The V placement: lane i holds stages i and 2d-1-i (Qi et al. 2024, arXiv 2405.15362)."""
+    return (*range(devices), *reversed(range(devices)))
+
+
+def uniform_costs(
+    placement: Sequence[int],
+    edges: Sequence[Edge] | None = None,
+    *,
+    forward_s: float = 1.0,
+    input_s: float = 1.0,
+    weight_s: float = 1.0,
+    transfer_s: float = 0.0,
+    port_s: float = 0.0,
+) -> CostTable:
+    """A cost table in which all stages are alike: what drawings, defaults and closed forms use.
+
+    B takes `input_s + weight_s`. A forward holds 1 byte; B or W frees it; I changes nothing.
+    """
+    stages = len(placement)
+    lanes = max(placement) + 1
+
+    def action(time_s: float, held_bytes: float) -> ActionTable:
+        return ActionTable(
+            time_s=np.full((1, 1, 1), float(time_s)),
+            held_bytes=np.full((1, 1, 1), held_bytes),
+            peak_bytes=np.zeros((1, 1, 1)),
+        )
+
+    transfer, port, none = np.full((1, 1), float(transfer_s)), np.full((1, 1), float(port_s)), np.zeros((1, 1))
+    return CostTable(
+        actions={
+            "F": action(forward_s, 1.0),
+            "I": action(input_s, 0.0),
+            "W": action(weight_s, -1.0),
+            "B": action(input_s + weight_s, -1.0),
+        },
+        edges=tuple(
+            EdgeCost(
+                source=source,
+                target=target,
+                tensor=tensor,
+                forward_s=transfer,
+                backward_s=transfer,
+                forward_port_s=port,
+                backward_port_s=port,
+                forward_bytes=none,
+                backward_bytes=none,
+            )
+            for source, target, tensor in (chain(stages) if edges is None else edges)
+        ),
+        reduce_s=np.zeros(stages),
+        gather_s=np.zeros(stages),
+        step_s=np.zeros(lanes),
+        static_bytes=np.zeros(lanes),
+        notes=("uniform unit costs",),
+    )
+
+
+def _check_edges(edges: Sequence[Edge], stages: int) -> None:
+    for source, target, tensor in edges:
+        if not 0 <= source < target < stages:
+            raise ScheduleError(
+                "An edge must lead from a stage to a later one.",
+                where="edges",
+                seen=f"{source} -> {target}" + (f" ({tensor})" if tensor else ""),
+                allowed=f"0 <= source < target < {stages}",
+            )
+    if len(set(edges)) != len(edges):
+        raise ScheduleError("An edge is given twice.", where="edges", seen=edges)

@@ -1,0 +1,117 @@
+"""The memory of every lane over time: what is held, what passes, and the receive buffers.
+
+An action that holds more afterwards takes that memory when it starts; one that frees does so when it ends; what it
+needs beside that (`peak_bytes`) lives from its start to its end. A receive buffer lives from the moment its receive
+is posted until the action that uses it is over. Under all of it lie the lane's static bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import CostTable
+from pipefit.schedule.compile import (
+    CODE,
+    SEND_B,
+    SEND_F,
+    B,
+    Floats,
+    Ints,
+    TaskGraph,
+    Times,
+    edge_table,
+    lookup,
+    match_edges,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """The memory of one lane: a step function."""
+
+    time_s: Floats
+    bytes: Floats
+    "In use from the time beside it until the next one; events at one time stand in the order they happen."
+    static_bytes: float
+    peak_bytes: float
+    "The largest of `bytes`, and of the static bytes before anything runs."
+    peak_s: float
+    "When it is first reached."
+    buffers_bytes: float
+    "The largest sum of receive buffers alone."
+
+
+def memory_curves(graph: TaskGraph, costs: CostTable, times: Times, posted_s: Floats) -> tuple[MemoryCurve, ...]:
+    """One curve per lane."""
+    events = _Events()
+    compute = np.flatnonzero(graph.kind <= B)
+    held, passing = _held_and_passing(graph, costs, compute)
+    rows = graph.row[compute]
+    events.add(graph.lane[compute], times.start_s[compute], 4 * rows, np.maximum(held, 0.0) + passing)
+    events.add(graph.lane[compute], times.stop_s[compute], 4 * rows + 3, np.minimum(held, 0.0) - passing)
+    transfers = np.flatnonzero(graph.consumer >= 0)
+    if len(transfers):
+        size = _buffer_bytes(graph, costs, transfers)
+        user = graph.consumer[transfers]
+        events.add(graph.lane[user], posted_s[transfers], 4 * graph.row[user] - 1, size, buffer=True)
+        events.add(graph.lane[user], times.stop_s[user], 4 * graph.row[user] + 3, -size, buffer=True)
+    return events.curves(costs.static_bytes, len(graph.schedule.lanes))
+
+
+def _held_and_passing(graph: TaskGraph, costs: CostTable, compute: Ints) -> tuple[Floats, Floats]:
+    held, passing = np.zeros(len(compute)), np.zeros(len(compute))
+    for name in ("F", "I", "W", "B"):
+        mask = graph.kind[compute] == CODE[name]
+        if mask.any():
+            tasks = compute[mask]
+            place = (graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks])
+            held[mask] = lookup(costs.actions[name].held_bytes, *place)
+            passing[mask] = lookup(costs.actions[name].peak_bytes, *place)
+    return held, passing
+
+
+def _buffer_bytes(graph: TaskGraph, costs: CostTable, transfers: Ints) -> Floats:
+    matched = match_edges(graph.table.edges, costs)
+    size = np.zeros(len(transfers))
+    for code, field in ((SEND_F, "forward_bytes"), (SEND_B, "backward_bytes")):
+        mask = graph.kind[transfers] == code
+        tasks = transfers[mask]
+        place = (graph.edge[tasks], graph.microbatch[tasks], graph.slice[tasks])
+        size[mask] = lookup(edge_table(matched, field), *place)
+    return size
+
+
+class _Events:
+    """Changes of memory, collected in any order; each has a lane, a time, and a place among events of that time."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Ints, Floats, Ints, Floats, Floats]] = []
+
+    def add(self, lane: Ints, time_s: Floats, place: Ints, change: Floats, buffer: bool = False) -> None:
+        self.parts.append((lane, time_s, place, change, change if buffer else np.zeros(len(change))))
+
+    def curves(self, static_bytes: Floats, lanes: int) -> tuple[MemoryCurve, ...]:
+        lane, time_s, place, change, buffer = (np.concatenate(column) for column in zip(*self.parts, strict=True))
+        order = np.lexsort((place, time_s, lane))
+        bounds = np.searchsorted(lane[order], np.arange(lanes + 1))
+        result = []
+        for i in range(lanes):
+            own = order[bounds[i] : bounds[i + 1]]
+            static = float(static_bytes[i])
+            level = static + np.cumsum(change[own])
+            top = int(level.argmax()) if len(level) else 0
+            peak = float(level[top]) if len(level) else static
+            buffers = np.cumsum(buffer[own])
+            result.append(
+                MemoryCurve(
+                    time_s=time_s[own],
+                    bytes=level,
+                    static_bytes=static,
+                    peak_bytes=max(static, peak),
+                    peak_s=float(time_s[own][top]) if len(level) and peak > static else 0.0,
+                    buffers_bytes=float(buffers.max()) if len(level) else 0.0,
+                )
+            )
+        return tuple(result)

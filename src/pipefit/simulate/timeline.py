@@ -1,0 +1,213 @@
+"""The timeline of one iteration: when every action runs, what is idle, what memory is held, what the time hangs on.
+
+The rules are those of `pipefit.schedule.compile`; this file reads the results. Everything beyond the start times is
+worked out when it is first asked for, so that a search pays only for what it looks at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.types import CostTable
+from pipefit.schedule.actions import Action, Kind, Schedule
+from pipefit.schedule.compile import (
+    BARRIER,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    STEP,
+    B,
+    Floats,
+    Ints,
+    TaskGraph,
+    Times,
+    run,
+    task_graph,
+)
+from pipefit.schedule.problem import Edge
+from pipefit.simulate.memory import MemoryCurve, memory_curves
+from pipefit.simulate.path import critical_tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action in time. A transfer spans from its start to the arrival of its data."""
+
+    lane: int
+    "Of a transfer, the sender's."
+    action: Action
+    start_s: float
+    stop_s: float
+
+
+def simulate(
+    schedule: Schedule, costs: CostTable, edges: tuple[Edge, ...] | None = None, compiled: bool | None = None
+) -> Timeline:
+    """The timeline of one iteration of a valid schedule, computed or lowered.
+
+    For a computed schedule transfers are implied along `edges` (default: those of `costs`, or the chain if it has
+    none); in a lowered one they are the SEND actions. `compiled` forces numba on or off; the result has the same
+    bits. Raises ScheduleError if the schedule cannot run to its end or a cost is missing.
+    """
+    if edges is None and costs.edges and not schedule.is_lowered:
+        edges = tuple((edge.source, edge.target, edge.tensor) for edge in costs.edges)
+    graph = task_graph(schedule, None if schedule.is_lowered else edges)
+    return Timeline(graph, costs, run(graph, costs, compiled))
+
+
+class Timeline:
+    """What one iteration looks like. Times are in seconds from the start of the first action."""
+
+    def __init__(self, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.times = times
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.graph.schedule
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """When the last action is over and the last transfer has arrived."""
+        ends = np.maximum(self.times.stop_s, self.times.arrival_s)
+        return float(ends.max()) if len(ends) else 0.0
+
+    @cached_property
+    def compute_end_s(self) -> float:
+        """When the last compute action is over: the makespan without reductions, norm and step."""
+        mask = self.graph.kind <= B
+        return float(self.times.stop_s[mask].max()) if mask.any() else 0.0
+
+    @cached_property
+    def starts_s(self) -> tuple[Floats, ...]:
+        """For each lane, the start of each of its actions. A RECV starts when it is posted."""
+        table, start_s = self.graph.table, self.times.start_s[self.graph.task]
+        receive = (table.kind == RECV_F) | (table.kind == RECV_B)
+        return self._per_lane(np.where(receive, self._reached_s, start_s))
+
+    @cached_property
+    def stops_s(self) -> tuple[Floats, ...]:
+        """For each lane, the end of each of its actions. Transfers end, at both ends, when the data has arrived."""
+        stop = np.where(self.graph.consumer >= 0, self.times.arrival_s, self.times.stop_s)
+        return self._per_lane(stop[self.graph.task])
+
+    @cached_property
+    def busy_s(self) -> Floats:
+        """For each lane, the time spent in compute actions and the optimizer step."""
+        mask = (self.graph.kind <= B) | (self.graph.kind == STEP)
+        return self._sum_by_lane(mask, self.times.duration_s)
+
+    @cached_property
+    def idle_s(self) -> Floats:
+        """For each lane, the rest of the makespan."""
+        return self.makespan_s - self.busy_s
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of (lanes x time until the last compute action ends) in which nothing is computed.
+
+        For 1F1B and GPipe on d equal stages it is (d - 1)/(m + d - 1).
+        """
+        computed = self._sum_by_lane(self.graph.kind <= B, self.times.duration_s).sum()
+        whole = self.compute_end_s * len(self.schedule.lanes)
+        return float(1.0 - computed / whole) if whole else 0.0
+
+    @cached_property
+    def port_s(self) -> Floats:
+        """For each lane, the time its port spends sending."""
+        return self._sum_by_lane(self.graph.consumer >= 0, self.times.duration_s)
+
+    @cached_property
+    def exposed_transfer_s(self) -> Floats:
+        """For each lane, the time it stands idle only because data is under way or waits for a port: from the moment
+        when the lane is free and everything it needs has been sent, to the arrival."""
+        graph, start_s = self.graph, self.times.start_s
+        transfers = np.flatnonzero(graph.consumer >= 0)
+        ready = np.zeros(graph.size)
+        np.maximum.at(ready, graph.consumer[transfers], self._issued_s[transfers])
+        users = np.unique(graph.consumer[transfers])
+        ready[users] = np.maximum(ready[users], self._reached_s[graph.row[users]])
+        return self._sum_by_lane(users, start_s - ready)
+
+    @cached_property
+    def memory(self) -> tuple[MemoryCurve, ...]:
+        """For each lane, its memory over time."""
+        return memory_curves(self.graph, self.costs, self.times, self._posted_s)
+
+    @cached_property
+    def peak_bytes(self) -> Floats:
+        """For each lane, the largest memory in use, static and passing memory included."""
+        return np.array([curve.peak_bytes for curve in self.memory])
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """A chain of actions and transfers, first to last, that the makespan hangs on: each starts when the one
+        before it ends, the first at 0, and the last ends at the makespan."""
+        spans = []
+        for task, reached in critical_tasks(self.graph, self.times):
+            lane = int(self.graph.lane[task])
+            spans.append(Span(lane, self.action(task), float(self.times.start_s[task]), reached))
+        return tuple(spans)
+
+    def action(self, task: int) -> Action:
+        """The action that a task stands for; of an implied transfer, the SEND that lowering would insert."""
+        graph = self.graph
+        kind = int(graph.kind[task])
+        if kind == BARRIER:
+            return Action("NORM")
+        if kind in (SEND_F, SEND_B):
+            source, target, tensor = graph.table.edges[int(graph.edge[task])]
+            name: Kind = "SEND_F"
+            if kind == SEND_B:
+                name, source, target = "SEND_B", target, source
+            return Action(name, source, int(graph.microbatch[task]), int(graph.slice[task]), target, tensor)
+        row = int(graph.row[task])
+        lane = int(graph.table.lane[row])
+        return self.schedule.lanes[lane][row - int(graph.table.offset[lane])]
+
+    def spans(self) -> tuple[Span, ...]:
+        """Every task in time order: what a trace draws."""
+        order = np.lexsort((np.arange(self.graph.size), self.times.start_s))
+        stop = np.where(self.graph.consumer >= 0, self.times.arrival_s, self.times.stop_s)
+        return tuple(
+            Span(int(self.graph.lane[task]), self.action(task), float(self.times.start_s[task]), float(stop[task]))
+            for task in order.tolist()
+            if self.graph.kind[task] != BARRIER
+        )
+
+    @cached_property
+    def _reached_s(self) -> Floats:
+        """For each row of the table, when its lane gets there: the end of what the lane did before."""
+        before = self.graph.before
+        return np.where(before >= 0, self.times.stop_s[before], 0.0)
+
+    @cached_property
+    def _posted_s(self) -> Floats:
+        """For each task that is a transfer, when its receive was posted (lowered) or it started (computed)."""
+        posted: Floats = self.times.start_s.copy()
+        table = self.graph.table
+        receives = np.flatnonzero((table.kind == RECV_F) | (table.kind == RECV_B))
+        posted[self.graph.task[receives]] = self._reached_s[receives]
+        return posted
+
+    @cached_property
+    def _issued_s(self) -> Floats:
+        """For each task that is a transfer, when its SEND was reached (lowered) or its producer stopped (computed)."""
+        graph = self.graph
+        if self.schedule.is_lowered:
+            return np.where(graph.row >= 0, self._reached_s[graph.row], 0.0)
+        return np.where(graph.row >= 0, self.times.stop_s[graph.task[graph.row]], 0.0)
+
+    def _per_lane(self, values: Floats) -> tuple[Floats, ...]:
+        return tuple(np.split(values, self.graph.table.offset[1:-1]))
+
+    def _sum_by_lane(self, tasks: NDArray[np.bool_] | Ints, values: Floats) -> Floats:
+        total = np.zeros(len(self.schedule.lanes))
+        np.add.at(total, self.graph.lane[tasks], values[tasks])
+        return total
