@@ -1,0 +1,29 @@
+"""What every rank derives from the step plan for one (microbatch, slice): never sent from stage to stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class Feed:
+    """The local rows of one microbatch, cut to one slice. B rows of this device, T tokens of the slice.
+
+    A stage reads only the fields that its graphs name as roles: a middle stage without rotary embeddings needs
+    none of them but `rows` (for dropout).
+    """
+
+    tokens: torch.Tensor | None = None
+    "int64 (B, T): input tokens. Needed by the stage that holds the embedding."
+    positions: torch.Tensor | None = None
+    "int64 (B, T): place of every token in its sequence, counted from the start of the sequence, not of the slice."
+    labels: torch.Tensor | None = None
+    "int64 (B, T): the token that follows; -100 where nothing is to be learned. Needed by the last stage."
+    documents: torch.Tensor | None = None
+    "int64 (B, T): which document a token belongs to, where documents are masked from each other."
+    rows: torch.Tensor | None = None
+    "int64 (B,): the number of every row within the step, so that dropout does not depend on the layout."
+    step: int = 0
+    "The training step, counted from 0; part of the key of dropout."

@@ -1,0 +1,71 @@
+"""linear(x, weight, bias|''): y = x W^T + b, with a backward that may leave the weight's part for later.
+
+The backward computes the input gradient at once. The gradients of weight and bias go straight into their bound
+buffers (`parameter.main_grad`): at once in a fused backward (B), or from the record's queue when W runs. Nothing of
+the graph is run again; W holds x and dy only. Shapes: x (..., I), weight (O, I), bias (O,), y (..., O).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pipefit.model.graph import Operator
+from pipefit.run.ops import Context, Step
+from pipefit.run.stage_record import Deferred, Record
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, record: Record, layer: int) -> torch.Tensor:
+        ctx.weight, ctx.bias, ctx.record, ctx.layer = weight, bias, record, layer
+        ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+        ctx.save_for_backward(x if ctx.trains else None)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        weight, bias = ctx.weight, ctx.bias
+        if ctx.trains:
+            (x,) = ctx.saved_tensors
+            deferred = ctx.record.deferred
+            if deferred is None:
+                accumulate_linear(weight, bias, x, dy)
+            else:
+                deferred.append(Deferred(ctx.layer, accumulate_linear, (weight, bias, x, dy)))
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
+
+
+def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Add the gradients of a linear layer's weight (dy^T x) and bias (sum of dy) to their buffers."""
+    dy = dy.reshape(-1, dy.shape[-1])
+    if weight.requires_grad:
+        add_product(weight.main_grad, dy.t(), x.reshape(-1, x.shape[-1]))
+    if bias is not None and bias.requires_grad:
+        bias.main_grad.add_(dy.sum(0, dtype=bias.main_grad.dtype))
+
+
+def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """buffer += a @ b, without rounding the product to the dtype of a and b where the buffer is wider."""
+    if buffer.dtype == a.dtype:
+        buffer.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(buffer, a, b, out_dtype=buffer.dtype, out=buffer)
+    else:
+        buffer.addmm_(a.to(buffer.dtype), b.to(buffer.dtype))
+
+
+def build(operator: Operator, context: Context) -> Step:
+    layer = context.layer
+    apply = _Linear.apply
+
+    def linear(record: Record, x: Any, weight: Any, bias: Any) -> Any:
+        return apply(x, weight, bias, record, layer)
+
+    return Step(linear, wants_record=True)
+
+
+BUILDERS = {"linear": build}

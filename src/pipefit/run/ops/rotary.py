@@ -1,0 +1,73 @@
+"""rotary(x, positions) {theta, dim, scaling, style}: turn pairs of the first `dim` features of every head.
+
+x (B, T, H, K), positions (B, T). The cos/sin table is made once per (microbatch, slice) in float32 or wider and shared
+by all layers through the record. Nothing else is kept: the backward turns the other way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipefit.codec import digest
+from pipefit.model.graph import Operator
+from pipefit.model.ops.rotary import frequencies
+from pipefit.run.ops import Context, Step
+from pipefit.run.stage_record import Record
+
+
+def turn_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Pairs (i, i + dim/2): x * cos + rotate_half(x) * sin, with cos and sin (B, T, 1, dim/2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def turn_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Pairs (2i, 2i + 1), with cos and sin (B, T, 1, dim/2)."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+TURNS = {"half": turn_half, "interleaved": turn_interleaved}
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Any, dim: int) -> torch.Tensor:
+        ctx.cos, ctx.sin, ctx.turn, ctx.dim = cos, sin, turn, dim
+        return _turn_front(x, cos, sin, turn, dim)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return _turn_front(dy, ctx.cos, -ctx.sin, ctx.turn, ctx.dim), None, None, None, None
+
+
+def _turn_front(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Any, dim: int) -> torch.Tensor:
+    if dim == x.shape[-1]:
+        return turn(x, cos, sin)
+    return torch.cat((turn(x[..., :dim], cos, sin), x[..., dim:]), -1)
+
+
+def build(operator: Operator, context: Context) -> Step:
+    attributes = operator.attributes
+    dim = int(attributes["dim"])
+    turn = TURNS[attributes.get("style", "half")]
+    wide = torch.promote_types(context.dtype, torch.float32)
+    values, factor = frequencies(attributes)
+    frequency = torch.tensor(values, dtype=wide, device=context.device)
+    key = ("rotary", digest({name: attributes[name] for name in ("theta", "dim", "scaling") if name in attributes}))
+    dtype = context.dtype
+    apply = _Rotary.apply
+
+    def prepare(record: Record) -> tuple[torch.Tensor, torch.Tensor]:
+        table = record.cache.get(key)
+        if table is None:
+            angle = (record.feed.positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(2)
+            table = record.cache[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
+        return table
+
+    return Step(lambda x, positions, cos, sin: apply(x, cos, sin, turn, dim), prepare=prepare)
+
+
+BUILDERS = {"rotary": build}

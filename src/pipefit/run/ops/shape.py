@@ -1,0 +1,76 @@
+"""reshape, transpose, slice, concat: the same numbers in another order. Sizes are bound once; B and T are read late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from pipefit.model.graph import Operator, Size
+from pipefit.run.ops import Context, Step
+from pipefit.run.stage_record import Record
+
+
+def build_reshape(operator: Operator, context: Context) -> Step:
+    sizes = list(operator.attributes["shape"])
+    if all(isinstance(size, int) for size in sizes):
+        fixed = tuple(sizes)
+        return Step(lambda x: x.reshape(fixed))
+    if sizes[:2] == ["B", "T"] and all(isinstance(size, int) for size in sizes[2:]):
+        rest = tuple(sizes[2:])
+        prepare = attrgetter("rows", "tokens")
+        return Step(lambda x, rows, tokens: x.reshape((rows, tokens, *rest)), prepare=prepare)
+    parts = [late_size(size) for size in sizes]
+    return Step(lambda x, *shape: x.reshape(shape), prepare=lambda record: tuple(part(record) for part in parts))
+
+
+def late_size(size: Size) -> Callable[[Record], int]:
+    """A function that gives a size's value for a record: products of integers, B, T and S (this share's tokens)."""
+    factors = str(size).split("*")
+    names = {"B": "rows", "T": "tokens", "S": "local_tokens"}
+    fixed = math.prod(int(factor) for factor in factors if factor.isdigit())
+    late = [names[factor] for factor in factors if not factor.isdigit()]
+
+    def value(record: Record) -> int:
+        result = fixed
+        for name in late:
+            result *= getattr(record, name)
+        return result
+
+    return value
+
+
+def build_transpose(operator: Operator, context: Context) -> Step:
+    dims = tuple(operator.attributes["dims"])
+    return Step(lambda x: x.permute(dims))
+
+
+def build_slice(operator: Operator, context: Context) -> Step:
+    dim = int(operator.attributes["dim"])
+    start = late_size(operator.attributes["start"])
+    stop = late_size(operator.attributes["stop"])
+
+    def cut(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        return x.narrow(dim, first, last - first)
+
+    return Step(cut, prepare=lambda record: (start(record), stop(record)))
+
+
+def build_concat(operator: Operator, context: Context) -> Step:
+    dim = int(operator.attributes["dim"])
+
+    def concat(*tensors: Any) -> torch.Tensor:
+        return torch.cat(tensors, dim)
+
+    return Step(concat)
+
+
+BUILDERS = {
+    "reshape": build_reshape,
+    "transpose": build_transpose,
+    "slice": build_slice,
+    "concat": build_concat,
+}

@@ -1,0 +1,192 @@
+"""One stage on one device: parameters, forward, fused backward, and the backward split into I and W.
+
+The layers of a stage are operator graphs (already sharded: local shapes, collectives as operators). Autograd runs
+them; three things are ours: linear layers leave their weight gradients for W, attention reaches earlier slices, and
+recomputation saves less. Every gradient is added into a buffer that the worker bound (`bind_gradients`); nothing here
+allocates gradients, communicates between stages, or waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from pipefit.model.graph import Graph
+from pipefit.run.feed import Feed
+from pipefit.run.ops import Context
+from pipefit.run.recompute import Stretch, stretches
+from pipefit.run.shard_comm import ShardContext
+from pipefit.run.stage_compile import LayerFunction, compile_layer
+from pipefit.run.stage_parameters import bind_buffer, make_parameters
+from pipefit.run.stage_record import Record
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayer:
+    """One layer of a stage: its name in the model, its local graph, and local -> global parameter names."""
+
+    name: str
+    graph: Graph
+    parameters: Mapping[str, str]
+
+
+class StageProgram:
+    """The executable form of consecutive layers on one device.
+
+    Hidden states are (B, T, D) under the key ''; the last stage returns `loss`, a scalar in float32 or wider, the sum
+    over its labels. A record of every forward is kept until its B or W, under (microbatch, slice).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StageLayer],
+        *,
+        recompute: Literal["none", "selective", "full"] = "none",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        shard: ShardContext | None = None,
+        seed: int = 0,
+        first_layer_index: int = 0,
+        slices: int = 1,
+        modules: Mapping[str, torch.nn.Module] | None = None,
+    ) -> None:
+        """`dtype` is that of computing; `slices` is how many slices a microbatch comes in; `first_layer_index` is
+        the place of the first layer in the model; `modules` are the user's own, for opaque operators."""
+        self.layers = tuple(layers)
+        self.recompute = recompute
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.shard = shard
+        self.slices = slices
+        self.on_layer_gradients: Callable[[int], None] | None = None
+        "Called with the layer's place in this stage when its gradients of the running B or W are complete."
+        self.parameters = make_parameters(self.layers, self.device, dtype)
+        self.functions = [
+            self._compile(place, layer, seed, first_layer_index + place, modules) for place, layer in enumerate(layers)
+        ]
+        self.stretches: list[Stretch] = stretches(self.layers, self.functions, recompute)
+        self.divisor = 1
+        self.step = 0
+        self._seed_gradient: torch.Tensor | None = None
+        self._records: dict[tuple[int, int], Record] = {}
+        self._past: dict[int, dict[Any, Any]] = {}
+        self._bound = False
+
+    def _compile(
+        self, place: int, layer: StageLayer, seed: int, model_layer: int, modules: Mapping[str, torch.nn.Module] | None
+    ) -> LayerFunction:
+        contexts = [
+            Context(
+                graph=layer.graph,
+                layer=place,
+                model_layer=model_layer,
+                operator=index,
+                dtype=self.dtype,
+                device=self.device,
+                seed=seed,
+                slices=self.slices,
+                shard=self.shard,
+                modules=modules,
+            )
+            for index in range(len(layer.graph.operators))
+        ]
+        local = {name: self.parameters[layer.parameters[name]] for name in layer.parameters}
+        return compile_layer(layer.graph, local, contexts)
+
+    def bind_gradients(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """From now on every backward adds into these buffers, by global name: shapes of the parameters, contiguous,
+        in the computing dtype or in float32. Zeroing them is the caller's business."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                buffer = buffers[name]
+                assert buffer.shape == parameter.shape, (name, buffer.shape, parameter.shape)
+                bind_buffer(parameter, buffer)
+        self._bound = True
+
+    def begin_step(self, step: int, divisor: int) -> None:
+        """Start an iteration: `divisor` is the number of labels that count in the whole step."""
+        assert not self._records, f"microbatches without their backward: {sorted(self._records)}"
+        self.step, self.divisor = step, divisor
+        first = self.shard is None or self.shard.position == 0
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self._seed_gradient = torch.full((), 1.0 / divisor if first else 0.0, dtype=wide, device=self.device)
+
+    def forward(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
+        """Run the stage on one slice; returns its outputs, detached. Slices of a microbatch come in order."""
+        assert slice_ < self.slices, f"slice {slice_} of a stage made for {self.slices}"
+        record = self._record(microbatch, slice_, inputs, feed, train=True)
+        if self.slices > 1:
+            record.past = self._past.setdefault(microbatch, {})
+        self._records[microbatch, slice_] = record
+        x = inputs.get("")
+        for stretch in self.stretches:
+            x = stretch.forward(record, x)
+        return self._outputs(record, x)
+
+    def backward(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
+        """B: gradients of the outputs to gradients of the inputs; weight gradients are accumulated on the way."""
+        record = self._records.pop((microbatch, slice_))
+        return self._run_back(record, gradients, self.on_layer_gradients)
+
+    def backward_input(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
+        """I: as B, but the weight gradients of linear layers wait for `backward_weight`."""
+        record = self._records[microbatch, slice_]
+        record.deferred = []
+        return self._run_back(record, gradients, None)
+
+    def backward_weight(self, microbatch: int, slice_: int) -> None:
+        """W: the waiting weight gradients, last layer first; each lets go of its tensors at once."""
+        record = self._records.pop((microbatch, slice_))
+        record.finish_weights(len(self.layers), self.on_layer_gradients)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensors, feed: Feed) -> Tensors:
+        """Forward only, nothing kept, dropout off. With slices, the whole sequence is given at once."""
+        record = self._record(-1, 0, inputs, feed, train=False)
+        if self.slices > 1:
+            record.past = {}
+        x = inputs.get("")
+        for function in self.functions:
+            x = function.call(record, x)
+        return self._outputs(record, x)
+
+    def _record(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed, train: bool) -> Record:
+        record = Record(microbatch, slice_, feed, train)
+        extent = feed.positions if feed.positions is not None else feed.tokens
+        if extent is None:
+            extent = feed.labels if feed.labels is not None else inputs[""]
+        record.rows, record.tokens = extent.shape[0], extent.shape[1]
+        shard = self.shard
+        record.local_tokens = record.tokens if shard is None else shard.length(record.tokens)
+        if len(inputs) > ("" in inputs):
+            record.extras = {name: tensor for name, tensor in inputs.items() if name}
+        return record
+
+    def _outputs(self, record: Record, x: torch.Tensor | None) -> Tensors:
+        assert x is not None
+        outputs = {"loss" if self.functions[-1].returns_loss else "": x.detach()}
+        for name in record.extras:
+            outputs[name] = record.extras[name].detach()
+        return outputs
+
+    def _run_back(self, record: Record, gradients: Tensors, done: Callable[[int], None] | None) -> Tensors:
+        assert self._bound, "bind_gradients before the first backward"
+        dx = self._seed_gradient if self.functions[-1].returns_loss else gradients[""]
+        assert dx is not None, "begin_step before the first backward"
+        extra_gradients = {name: value for name, value in gradients.items() if name}
+        for stretch in reversed(self.stretches):
+            dx = stretch.backward(record, dx, extra_gradients, done)
+        record.cache.clear()
+        record.extras = {}
+        if self.slices > 1 and record.slice == 0:
+            self._past.pop(record.microbatch, None)
+        record.past = None
+        result = extra_gradients
+        if dx is not None:
+            result[""] = dx
+        return result

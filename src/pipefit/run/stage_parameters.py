@@ -1,0 +1,45 @@
+"""The parameters of a stage and the buffers that their gradients go to.
+
+Linear layers and embeddings add into `parameter.main_grad` themselves. All other gradients come from autograd's own
+accumulation: into the buffer itself where the dtypes agree, else through a hook that adds and drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def make_parameters(layers: Sequence[Any], device: torch.device, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    """One parameter per global name, zero until weights are loaded; two layers naming one global name share it.
+
+    A tied parameter is trainable if one of its uses is.
+    """
+    parameters: dict[str, torch.nn.Parameter] = {}
+    for layer in layers:
+        for spec in layer.graph.parameters:
+            name = layer.parameters[spec.name]
+            if name in parameters:
+                assert parameters[name].shape == tuple(spec.shape), f"tied uses of {name} differ in shape"
+                if spec.trainable:
+                    parameters[name].requires_grad_()
+                continue
+            value = torch.zeros(spec.shape, dtype=dtype, device=device)
+            parameters[name] = torch.nn.Parameter(value, requires_grad=spec.trainable)
+    return parameters
+
+
+def bind_buffer(parameter: Any, buffer: torch.Tensor) -> None:
+    """Send every gradient of `parameter` into `buffer`, adding."""
+    parameter.main_grad = buffer
+    if buffer.dtype == parameter.dtype:
+        parameter.grad = buffer
+    elif not hasattr(parameter, "gradient_hook"):
+        parameter.gradient_hook = parameter.register_post_accumulate_grad_hook(_move_gradient)
+
+
+def _move_gradient(parameter: Any) -> None:
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

@@ -1,0 +1,86 @@
+"""What one forward leaves behind for its backward: the saved graph pieces, the deferred weight gradients, the past.
+
+One `Record` lives from F until B, or from F until W. A deferred weight gradient holds the input and the
+output-gradient of one linear layer and nothing else, and lets go of them as soon as W has used them
+(reference: zero bubble pipelines split the backward into input and weight gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from pipefit.run.feed import Feed
+
+
+class Deferred(NamedTuple):
+    """One weight gradient that W will compute: `accumulate(*tensors)` adds it to its buffer."""
+
+    layer: int
+    accumulate: Callable[..., None]
+    tensors: tuple[Any, ...]
+
+
+class Piece(NamedTuple):
+    """One stretch of layers: its input leaf, its output in the autograd graph, or only the input to start from again.
+
+    `leaf` is None where the stretch starts from tokens. `outputs` is empty for a stretch that is recomputed.
+    """
+
+    leaf: torch.Tensor | None
+    extras: dict[str, torch.Tensor]
+    outputs: tuple[torch.Tensor, ...]
+    marks: list[tuple[int, Any]]
+    "(layer, autograd node that made this layer's input): where the layer's gradients are complete."
+
+
+class Record:
+    """The state of one (microbatch, slice) of one stage. Operators read it; only the stage program writes it."""
+
+    __slots__ = (
+        "cache",
+        "deferred",
+        "extras",
+        "feed",
+        "local_tokens",
+        "microbatch",
+        "past",
+        "pieces",
+        "rows",
+        "slice",
+        "tokens",
+        "train",
+    )
+
+    def __init__(self, microbatch: int, slice_: int, feed: Feed, train: bool) -> None:
+        self.microbatch = microbatch
+        self.slice = slice_
+        self.feed = feed
+        self.train = train
+        self.rows = 0
+        self.tokens = 0
+        self.local_tokens = 0
+        self.deferred: list[Deferred] | None = None
+        self.pieces: list[Piece] = []
+        self.cache: dict[Any, Any] = {}
+        self.extras: dict[str, torch.Tensor] = {}
+        self.past: Any = None
+
+    def finish_weights(self, layers: int, done: Callable[[int], None] | None) -> None:
+        """Run the deferred weight gradients, last layer first, letting go of each one's tensors at once.
+
+        `done(layer)` is called for every layer of the stage, in reverse order, when its gradients are complete.
+        """
+        queue = self.deferred
+        assert queue is not None, "W before I"
+        queue.reverse()
+        for layer in range(layers - 1, -1, -1):
+            while queue and queue[-1].layer == layer:
+                item = queue.pop()
+                item.accumulate(*item.tensors)
+            if done is not None:
+                done(layer)
+        assert not queue, "a deferred weight gradient out of layer order"
+        self.deferred = None
