@@ -2,6 +2,7 @@
 
 from pipefit.schedule.actions import Action, Schedule, format_lanes, parse_lanes
 from pipefit.schedule.check import check
+from pipefit.schedule.deadlock import check_deadlock, find_deadlock
 from pipefit.schedule.families import FAMILIES, family
 from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Edge, Problem, chain, linear, uniform_costs, vee
@@ -14,7 +15,9 @@ __all__ = [
     "Schedule",
     "chain",
     "check",
+    "check_deadlock",
     "family",
+    "find_deadlock",
     "format_lanes",
     "linear",
     "lower",

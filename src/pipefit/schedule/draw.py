@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action
+
+E = TypeVar("E", bound=ScheduleError)
 
 Cell = tuple[int, int]
 """(lane, step): the step-th action of the lane."""
 
 
 def bad_cell(
-    error: type[ScheduleError],
+    error: type[E],
     what: str,
     lanes: Sequence[Sequence[Action]],
     cell: Cell,
@@ -21,7 +24,7 @@ def bad_cell(
     next_step: str | None = None,
     notes: Mapping[int, str] | None = None,
     steps: Mapping[int, int] | None = None,
-) -> ScheduleError:
+) -> E:
     """The error whose text says `what`, names the cell and draws it. See `draw` for `notes` and `steps`."""
     lane, step = cell
     there = lanes[lane][step] if step < len(lanes[lane]) else "the end of the lane"
