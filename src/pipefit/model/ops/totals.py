@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Graph, Operator, Shape, size_value
-from pipefit.model.ops.kind import Call, Flops
+from pipefit.model.ops.kind import Flops
 from pipefit.model.ops.saved import Recompute, call_of, effective_recompute, element_bytes
 from pipefit.model.ops.table import KINDS
 

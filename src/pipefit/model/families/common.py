@@ -1,0 +1,153 @@
+"""Parts that several families share: embedding, head, loss, rotary embedding, sliding-window attention, leaves.
+
+Shape suffixes: B rows, T tokens, D features, V vocabulary, H heads, G key/value heads, K features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipefit.model.ops.rotary import frequencies
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of statistics: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Leaf(nn.Module):
+    """A module that is one operator of a graph by its own word, because its inside cannot be exported.
+
+    A subclass sets `kind`, and gives the operator's attributes and its parameters in the operator's input order. Its
+    first argument has the shape of its output; its tensor arguments come before the parameters.
+    """
+
+    kind: str
+
+    def operator_attributes(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def operator_parameters(self) -> tuple[str, ...]:
+        return ()
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Loss(nn.Module):
+    """Sum of the cross-entropy over the labels other than -100."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits_NV = x.flatten(0, 1).to(wide(x.dtype))
+        return F.cross_entropy(logits_NV, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def rotate(x_BTHK: Tensor, positions_BT: Tensor, rotary: Mapping[str, Any]) -> Tensor:
+    """Rotary embedding in style `half`: feature i of a head is paired with feature i + dim/2 (rotary operator)."""
+    values, factor = frequencies(rotary)
+    frequency_P = _constant(tuple(values), wide(x_BTHK.dtype), x_BTHK.device)
+    angle_BTP = positions_BT.unsqueeze(-1).to(frequency_P.dtype) * frequency_P
+    angle_BT1K = torch.cat((angle_BTP, angle_BTP), dim=-1).unsqueeze(2)
+    cos, sin = angle_BT1K.cos(), angle_BT1K.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
+    turned, passed = x_BTHK[..., : rotary["dim"]], x_BTHK[..., rotary["dim"] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
+
+
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A constant vector, made once per device outside of export and compilation."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return torch.tensor(values, dtype=dtype).to(device)
+    return _cached_constant(values, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _cached_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(K)) v over earlier tokens; head h reads the keys of group h // (H / G)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+        o_BHTK = F.scaled_dot_product_attention(
+            q_BTHK.transpose(1, 2),
+            k_BTGK.transpose(1, 2),
+            v_BTGK.transpose(1, 2),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+        )
+        return o_BHTK.transpose(1, 2)
+
+
+class WindowAttention(Leaf):
+    """Causal attention in which a token sees only the last `window` tokens, itself included."""
+
+    kind = "attention"
+
+    def __init__(self, scale: float, window: int) -> None:
+        super().__init__()
+        self.scale = scale
+        self.window = window
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return {"causal": True, "scale": self.scale, "window": self.window}
+
+    def forward(self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+        index = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
+        distance = index[:, None] - index[None, :]
+        o_BHTK = F.scaled_dot_product_attention(
+            q_BTHK.transpose(1, 2),
+            k_BTGK.transpose(1, 2),
+            v_BTGK.transpose(1, 2),
+            attn_mask=(distance >= 0) & (distance < self.window),
+            scale=self.scale,
+            enable_gqa=q_BTHK.shape[2] != k_BTGK.shape[2],
+        )
+        return o_BHTK.transpose(1, 2)
+
+
+def attention(head_dim: int, window: int | None) -> nn.Module:
+    """Causal attention with the usual scale, windowed or not."""
+    scale = 1.0 / math.sqrt(head_dim)
+    return CausalAttention(scale) if window is None else WindowAttention(scale, window)
+
+
+def name_layer(layer: nn.Module, name: str, prefix: str, renamed: Mapping[str, str] | None = None) -> nn.Module:
+    """Set `.layer_name` and `.parameter_names`: `prefix` + local name, or what `renamed` says."""
+    layer.layer_name = name  # type: ignore[assignment]
+    names = {local: (renamed or {}).get(local, prefix + local) for local, _ in layer.named_parameters()}
+    layer.parameter_names = names  # type: ignore[assignment]
+    return layer

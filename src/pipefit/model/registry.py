@@ -1,0 +1,164 @@
+"""Which models we know, by name, directory or file; how to get their layers and their graphs. No torch at import.
+
+A source is a built-in name (`BUILTINS`), a directory with a Hugging Face config.json, such a file, a saved model
+(JSON of `Model`), or `FILE.py:FUNCTION`, a user's function that returns a list of `nn.Module` layers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipefit import codec
+from pipefit.errors import FormatError, ModelError
+from pipefit.model.configs import FAMILIES, ModelConfig
+from pipefit.model.graph import Model
+
+if TYPE_CHECKING:
+    import torch
+
+USER = "user"
+"The family of models that a user's function builds; its configuration has the one field `source`."
+
+_BUILTIN_DIRECTORY = Path(__file__).parent / "builtin"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model by description: enough to build its layers."""
+
+    name: str
+    family: str
+    config: Mapping[str, Any]
+    "In the words of a Hugging Face config.json, in our canonical spelling."
+
+
+def builtin_names() -> tuple[str, ...]:
+    """The names of the built-in models, sorted."""
+    return tuple(sorted(path.stem for path in _BUILTIN_DIRECTORY.glob("*.json")))
+
+
+def resolve(source: str) -> Described:
+    """What `source` names. Raises ModelError (unknown name or model type, bad fields) or FormatError (no JSON)."""
+    path = Path(source)
+    if source in builtin_names():
+        return describe(_read_json(_BUILTIN_DIRECTORY / f"{source}.json"), source, where=f"built-in model {source}")
+    if _is_function(source):
+        return Described(source, USER, {"source": source})
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError("The directory has no config.json.", where=str(path), next_step="give a model's directory")
+        return describe(_read_json(path / "config.json"), source, where=str(path / "config.json"))
+    if path.is_file():
+        data = _read_json(path)
+        if "graphs" in data and "modules" in data:
+            return Described(source, str(data.get("family", USER)), data.get("config", {}))
+        return describe(data, source, where=source)
+    near = difflib.get_close_matches(source, builtin_names(), n=1)
+    raise ModelError(
+        "The model is not known.",
+        where="--model",
+        seen=source,
+        allowed=f"a directory or file, FILE.py:FUNCTION, or one of {', '.join(builtin_names())}",
+        next_step=f"did you mean {near[0]}?" if near else None,
+    )
+
+
+def describe(config: Mapping[str, Any], name: str, where: str) -> Described:
+    """A `Described` of a config.json's data: family found by model type, configuration in canonical spelling."""
+    model_type = config.get("model_type")
+    for family in FAMILIES.values():
+        if model_type in family.model_types:
+            return Described(name, family.name, family.read(config, where).to_config())
+    known = ", ".join(kind for family in FAMILIES.values() for kind in family.model_types)
+    raise ModelError(
+        "The model type is not known." if model_type else "The configuration lacks the field 'model_type'.",
+        where=where,
+        seen=repr(model_type),
+        allowed=known,
+        next_step="write the layers as nn.Modules and give FILE.py:FUNCTION",
+    )
+
+
+def typed_config(family: str, config: Mapping[str, Any], where: str = "config") -> ModelConfig:
+    """The typed configuration of a family. Raises ModelError for an unknown family or bad fields."""
+    if family not in FAMILIES:
+        raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
+    return FAMILIES[family].read(config, where)
+
+
+def build_layers(
+    family: str, config: Mapping[str, Any], device: str = "meta", dtype: torch.dtype | None = None
+) -> list[torch.nn.Module]:
+    """The chain of layers as plain modules, each with `.layer_name` and `.parameter_names` (local -> global).
+
+    `dtype` None is torch's default. On a real device the parameters have their first values (torch's generator).
+    Tied parameters are one nn.Parameter in two layers.
+    """
+    import torch
+
+    from pipefit.model.families import finish
+
+    if family == USER:
+        from pipefit.model.user import load_function
+
+        return finish(load_function(str(config.get("source", "")))(), device, dtype)
+    typed = typed_config(family, config)
+    builder = importlib.import_module(FAMILIES[family].builder)
+    with torch.device(device):
+        layers = builder.build(typed)
+    return finish(layers, device, dtype, typed)
+
+
+def open_model(source: str) -> Model:
+    """The captured model that `source` names: a saved model is read (no torch), anything else is captured."""
+    path = Path(source)
+    if path.is_file() and path.suffix == ".json":
+        data = _read_json(path)
+        if "graphs" in data and "modules" in data:
+            return codec.from_data(Model, data, source)
+    described = resolve(source)
+    from pipefit.model.capture import capture
+
+    return capture(described.family, described.config)
+
+
+def save_model(model: Model, path: Path) -> None:
+    """Write a captured model as JSON; `open_model` reads it back equal."""
+    path.write_text(codec.dump_text(model), encoding="utf-8")
+
+
+def parameter_count(model: Model) -> int:
+    """Numbers in all parameters, tied ones once."""
+    sizes: dict[str, int] = {}
+    for layer in model.layers:
+        for parameter in model.layer_graph(layer).parameters:
+            count = 1
+            for size in parameter.shape:
+                count *= size
+            sizes[layer.parameters[parameter.name]] = count
+    return sum(sizes.values())
+
+
+def _is_function(source: str) -> bool:
+    file, _, function = source.rpartition(":")
+    return file.endswith(".py") and function.isidentifier()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError("The file cannot be read.", where=str(path), seen=error) from None
+    except json.JSONDecodeError as error:
+        raise FormatError(
+            "The file is not valid JSON.", where=f"{path}, line {error.lineno}, column {error.colno}", seen=error.msg
+        ) from None
+    if not isinstance(data, dict):
+        raise FormatError("The file is no configuration.", where=str(path), allowed="a JSON object")
+    return data
