@@ -6,73 +6,109 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.codec import digest
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import LayerCosts, Roofline
+from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
 from pipefit.layout import split
-from pipefit.model.graph import Model
+from pipefit.model.graph import Model, Module
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.order import make_order
-from pipefit.plan.sharded import layer_programs
+from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
 from pipefit.plan.types import Hashes, Job, ModelSource, Plan, Space
+from pipefit.plan.work import Parts, pipeline_work
 
 VERSION = 1
 
 
+class Workbench:
+    """A model and a cluster with everything that is worked out about them once and used for many plans."""
+
+    def __init__(self, model: Model, cluster: Cluster, layers: LayerCosts | None = None, name: str = "") -> None:
+        self.model = model
+        self.cluster = cluster
+        self.network = Network(cluster)
+        self.programs = Programs(model)
+        self.layers: LayerCosts = layers or Roofline()
+        self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
+        self.hashes = Hashes(model=model.hash, cluster=digest(cluster))
+
+    @property
+    def module(self) -> Module:
+        """The only module. Raises PlanError where there are several."""
+        if len(self.model.modules) != 1:
+            raise PlanError(
+                "Plans of several modules are not searched yet; they can be written by hand.",
+                where="model.modules",
+                seen=", ".join(module.name for module in self.model.modules),
+                next_step="see docs/plan-format.md",
+            )
+        return self.model.modules[0]
+
+    def parts(self, job: Job, decisions: Decisions) -> Parts:
+        """Groups, stages and edges of these decisions, whose cuts are given or even."""
+        module = self.module
+        cuts = decisions.cuts or even_cuts(len(module.layers), decisions.stage_count)
+        stages = make_stages(module, decisions, cuts, self.programs)
+        zero1 = decisions.zero1 and len(decisions.replicas) > 1
+        return Parts(
+            job=job,
+            groups=make_groups(decisions),
+            spaces=(Space(name=module.space, rows=job.batch, tokens=job.sequence),),
+            stages=stages,
+            edges=make_edges(module, stages, self.programs, decisions.shards),
+            placement=decisions.lane_of_stage,
+            microbatches=decisions.microbatches,
+            slices=decisions.slices or (job.sequence,),
+            split_state=(zero1,) * len(stages),
+        )
+
+    def costs(self, parts: Parts) -> CostTable:
+        """The cost table of these parts."""
+        return cost_table(pipeline_work(parts, self.programs), self.network, self.layers)
+
+    def plan(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Plan:
+        """The plan of these parts, its order made by the schedule family and lowered by `costs`."""
+        zero1 = any(parts.split_state)
+        parameters = make_parameters(self.module, parts.stages, self.programs, decisions.shards, zero1)
+        order = make_order(decisions.schedule, parts, parameters, costs)
+        cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
+        return Plan(
+            version=VERSION,
+            job=parts.job,
+            model=self.source,
+            groups=parts.groups,
+            spaces=parts.spaces,
+            stages=parts.stages,
+            edges=parts.edges,
+            parameters=parameters,
+            order=order,
+            hashes=self.hashes,
+            decisions=decisions.words(cuts),
+        )
+
+
 def build_plan(
-    model: Model,
-    cluster: Cluster,
-    job: Job,
-    decisions: Decisions,
-    *,
-    name: str = "",
-    costs: CostTable | None = None,
+    model: Model, cluster: Cluster, job: Job, decisions: Decisions, *, name: str = "", bench: Workbench | None = None
 ) -> Plan:
     """The plan that these decisions stand for, without predictions.
 
-    `name` is what the user typed for the model. `costs`, where given, order the transfers by simulated time; without
-    them all stages count as alike. Raises PlanError for decisions that contradict themselves, the job, the model or
-    the cluster, and ScheduleError where the schedule cannot be made.
+    Where the decisions give a stage count and no cuts, the layers are cut by their costs. `name` is what the user
+    typed for the model; `bench` saves work when many plans are built for one model and cluster. Raises PlanError for
+    decisions that contradict themselves, the job, the model or the cluster, and ScheduleError where the schedule
+    cannot be made.
     """
-    if len(model.modules) != 1:
-        raise PlanError(
-            "Plans of several modules are not searched yet; they can be written by hand.",
-            where="model.modules",
-            seen=", ".join(module.name for module in model.modules),
-        )
-    module = model.modules[0]
-    check_decisions(decisions, job, len(module.layers), device_count(cluster))
-    programs = layer_programs(model, module, decisions.sharding, decisions.shards)
-    cuts = decisions.cuts or even_cuts(len(module.layers), decisions.stage_count)
-    stages = make_stages(module, decisions, cuts, programs)
-    edges = make_edges(module, stages, programs, len(decisions.shards))
-    parameters = make_parameters(module, stages, programs, decisions.zero1 and len(decisions.replicas) > 1)
-    groups = make_groups(decisions)
-    return Plan(
-        version=VERSION,
-        job=job,
-        model=ModelSource(name=name or model.family, family=model.family, config=model.config),
-        groups=groups,
-        spaces=(Space(name=module.space, rows=job.batch, tokens=job.sequence),),
-        stages=stages,
-        edges=edges,
-        parameters=parameters,
-        order=make_order(decisions, job, groups, stages, edges, parameters, costs),
-        hashes=Hashes(model=model.hash, cluster=digest(cluster)),
-        decisions=decisions.words(tuple(cuts)),
-    )
+    bench = bench or Workbench(model, cluster, name=name)
+    check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
+    parts = bench.parts(job, decisions)
+    return bench.plan(parts, decisions, bench.costs(parts))
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
     """Boundaries that give every stage the same number of layers, the first ones one more if need be."""
     return tuple(start for start, _ in split(layers, (1,) * stages)[1:])
-
-
-def microbatch_rows(job: Job, microbatches: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Rows of one microbatch on each replica."""
-    return tuple(stop - start for start, stop in split(job.batch // microbatches, shares))

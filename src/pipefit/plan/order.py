@@ -7,35 +7,25 @@ from collections.abc import Iterator, Sequence
 from pipefit.cost.types import CostTable
 from pipefit.errors import PipefitError, PlanError, ScheduleError
 from pipefit.layout import FLAT, parse_form
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.types import Edge, GroupPlan, Job, Order, Parameter, Plan, Stage
+from pipefit.plan.types import Edge, GroupPlan, Order, Parameter, Plan, Stage
+from pipefit.plan.work import Parts
 from pipefit.schedule.actions import Schedule, format_lanes
 from pipefit.schedule.families import family
 from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
 
 
-def make_order(
-    decisions: Decisions,
-    job: Job,
-    groups: Sequence[GroupPlan],
-    stages: Sequence[Stage],
-    edges: Sequence[Edge],
-    parameters: Sequence[Parameter],
-    costs: CostTable | None = None,
-) -> Order:
-    """The order of the chosen family for these stages. Raises ScheduleError where the family cannot make it."""
-    slices = decisions.slices or (job.sequence,)
+def make_order(family_name: str, parts: Parts, parameters: Sequence[Parameter], costs: CostTable | None) -> Order:
+    """The order of the named family for these parts. Raises ScheduleError where the family cannot make it."""
     problem = Problem(
-        placement=decisions.lane_of_stage,
-        microbatches=decisions.microbatches,
-        slices=len(slices),
-        edges=edge_keys(edges),
+        placement=parts.placement,
+        microbatches=parts.microbatches,
+        slices=len(parts.slices),
+        edges=edge_keys(parts.edges),
         costs=costs,
     )
-    computed = family(decisions.schedule)(problem)
-    lowered = lower_for(computed, groups, stages, edges, parameters, costs)
-    return order_of(lowered, slices)
+    computed = family(family_name)(problem)
+    return order_of(lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs), parts.slices)
 
 
 def lower_for(
@@ -115,7 +105,8 @@ def order_problems(plan: Plan) -> Iterator[PipefitError]:
 
 
 def _schedule_problems(schedule: Schedule, plan: Plan) -> Iterator[PipefitError]:
-    from pipefit.schedule.check import check, find_deadlock
+    from pipefit.schedule.check import check
+    from pipefit.schedule.deadlock import find_deadlock
 
     try:
         check(schedule, edge_keys(plan.edges))

@@ -1,14 +1,16 @@
-"""The programs of a module's layers over a shard axis: one graph per layer and position, each distinct graph once."""
+"""The programs of a model's layers over a shard axis: one graph per layer and position, each distinct graph once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from pipefit.codec import digest
+from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
 from pipefit.layout import Form
-from pipefit.model.graph import Graph, Model, Module
+from pipefit.model.graph import Graph, Layer, Model, Module
 from pipefit.plan.decisions import Sharding
 
 
@@ -18,6 +20,8 @@ class LayerProgram:
 
     graphs: tuple[Graph, ...]
     "One per position of the shard axis; one entry where nothing is sharded."
+    hash: str
+    "Of all of them."
     parameters: Mapping[str, Form]
     "Local parameter name -> form along the shard axis."
     takes: Form
@@ -26,39 +30,91 @@ class LayerProgram:
     "And as it hands it on."
 
 
-def layer_programs(
-    model: Model, module: Module, sharding: Sharding, shares: Sequence[int]
-) -> Mapping[str, LayerProgram]:
-    """The program of every distinct graph of a module, by the graph's key.
+@dataclass(frozen=True, slots=True)
+class _Count:
+    elements: tuple[int, ...]
+    "Per position."
+    trainable: bool
+    whole: bool
+    "Whether every position stores all of it."
 
-    `shares` are those of the shard axis. Raises PlanError where the sharding cannot be made (heads or hidden size
-    that the shares do not divide).
-    """
-    keys = dict.fromkeys(layer.graph for layer in module.layers)
-    if len(shares) == 1:
-        return {key: _whole(model.graphs[key]) for key in keys}
-    return {key: _megatron(model.graphs[key], tuple(shares), sharding == "megatron-sp") for key in keys}
+
+class Programs:
+    """The layer programs of a model under every sharding that is asked for, each made once and kept."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.modules: Mapping[str, Module] = {module.name: module for module in model.modules}
+        self._programs: dict[tuple[str, Sharding, tuple[int, ...]], LayerProgram] = {}
+        self._counts: dict[tuple[str, Sharding, tuple[int, ...]], Mapping[str, _Count]] = {}
+
+    def program(self, layer: Layer, sharding: Sharding, shares: tuple[int, ...]) -> LayerProgram:
+        """The program of a layer; `shares` are those of the shard axis.
+
+        Raises PlanError where the sharding cannot be made (heads or sizes that the shares do not divide).
+        """
+        key = (layer.graph, sharding, shares)
+        if key not in self._programs:
+            graph = self.model.graphs[layer.graph]
+            whole = len(shares) == 1
+            self._programs[key] = _whole(graph) if whole else _megatron(graph, shares, sharding == "megatron-sp")
+        return self._programs[key]
+
+    def layers(self, module: str, run: tuple[int, int]) -> tuple[Layer, ...]:
+        """Layers [start, stop) of a module. Raises PlanError for a module that the model does not have."""
+        if module not in self.modules:
+            raise PlanError(
+                "The model has no such module.", where="stages", seen=module, allowed=", ".join(self.modules)
+            )
+        return self.modules[module].layers[run[0] : run[1]]
+
+    def counts(self, layers: Sequence[Layer], sharding: Sharding, shares: tuple[int, ...]) -> ParameterCounts:
+        """Elements that the devices of a stage with these layers store; a tensor that two layers share counts once."""
+        named: dict[str, _Count] = {}
+        for layer in layers:
+            key = (layer.graph, sharding, shares)
+            if key not in self._counts:
+                self._counts[key] = _counts(self.program(layer, sharding, shares))
+            for local, count in self._counts[key].items():
+                named[layer.parameters[local]] = count
+        found = list(named.values())
+        places = range(len(shares))
+        return ParameterCounts(
+            trainable=tuple(sum(c.elements[p] for c in found if c.trainable) for p in places),
+            frozen=tuple(sum(c.elements[p] for c in found if not c.trainable) for p in places),
+            whole=tuple(sum(c.elements[p] for c in found if c.trainable and c.whole) for p in places),
+        )
 
 
 def program_hash(programs: Sequence[LayerProgram]) -> str:
     """The digest of a stage's programs in layer order: ranks with equal digests run the same thing."""
-    return digest([[graph.hash for graph in program.graphs] for program in programs])
+    return digest([program.hash for program in programs])
+
+
+def _counts(program: LayerProgram) -> Mapping[str, _Count]:
+    return {
+        spec.name: _Count(
+            elements=tuple(prod(graph.parameter(spec.name).shape) for graph in program.graphs),
+            trainable=spec.trainable,
+            whole=program.parameters[spec.name].kind == "I",
+        )
+        for spec in program.graphs[0].parameters
+    }
 
 
 def _whole(graph: Graph) -> LayerProgram:
     whole = Form("I")
     forms = {parameter.name: whole for parameter in graph.parameters}
-    return LayerProgram(graphs=(graph,), parameters=forms, takes=whole, gives=whole)
+    return LayerProgram(graphs=(graph,), hash=graph.hash, parameters=forms, takes=whole, gives=whole)
 
 
 def _megatron(graph: Graph, shares: tuple[int, ...], sequence_parallel: bool) -> LayerProgram:
     from pipefit.shard.megatron import shard_program
 
     sharded = shard_program(graph, shares, sequence_parallel)
-    if len(sharded.graphs) != len(shares):
-        raise PlanError("The sharded program has a wrong number of positions.", where="sharding")
     return LayerProgram(
         graphs=tuple(sharded.graphs),
+        hash=digest([part.hash for part in sharded.graphs]),
         parameters=dict(sharded.parameter_forms),
         takes=sharded.input_form,
         gives=sharded.output_form,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Module
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.sharded import LayerProgram, program_hash
+from pipefit.plan.sharded import LayerProgram, Programs, program_hash
 from pipefit.plan.types import AxisPlan, Edge, GroupPlan, Parameter, Stage, Wire
 
 
@@ -18,27 +18,26 @@ def make_groups(decisions: Decisions) -> tuple[GroupPlan, ...]:
     return tuple(GroupPlan(axes=axes, devices=devices) for devices in decisions.lane_devices())
 
 
-def make_stages(
-    module: Module, decisions: Decisions, cuts: Sequence[int], programs: Mapping[str, LayerProgram]
-) -> tuple[Stage, ...]:
+def make_stages(module: Module, decisions: Decisions, cuts: Sequence[int], programs: Programs) -> tuple[Stage, ...]:
     """The stages of one module, in chain order."""
-    bounds = (0, *cuts, len(module.layers))
     return tuple(
         Stage(
             module=module.name,
-            layers=(start, stop),
+            layers=run,
             group=decisions.lane_of_stage[index],
             space=module.space,
             recompute=decisions.recompute_of(index),
             sharding=decisions.sharding,
-            program=program_hash([programs[layer.graph] for layer in module.layers[start:stop]]),
+            program=program_hash(
+                [programs.program(layer, decisions.sharding, decisions.shards) for layer in module.layers[slice(*run)]]
+            ),
         )
-        for index, (start, stop) in enumerate(pairwise(bounds))
+        for index, run in enumerate(pairwise((0, *cuts, len(module.layers))))
     )
 
 
 def make_edges(
-    module: Module, stages: Sequence[Stage], programs: Mapping[str, LayerProgram], shards: int
+    module: Module, stages: Sequence[Stage], programs: Programs, shards: tuple[int, ...]
 ) -> tuple[Edge, ...]:
     """The hidden state from each stage to the next: rows split over replicas, the shard axis as the program says.
 
@@ -47,16 +46,16 @@ def make_edges(
     """
     edges = []
     for source, (one, two) in enumerate(pairwise(stages)):
-        gives = programs[module.layers[one.layers[1] - 1].graph].gives
-        takes = programs[module.layers[two.layers[0]].graph].takes
+        gives = programs.program(module.layers[one.layers[1] - 1], one.sharding, shards).gives
+        takes = programs.program(module.layers[two.layers[0]], two.sharding, shards).takes
         if gives != takes:
             raise PlanError(
                 "Neighbouring stages hold the hidden state in different forms.",
-                where=f"stages {source} and {source + 1}",
+                where=f"cuts: layer {two.layers[0]}",
                 seen=f"{gives} and {takes}",
                 next_step="cut between layers that hand it over in one form",
             )
-        back = "P" if gives.kind == "I" and shards > 1 else str(gives)
+        back = "P" if gives.kind == "I" and len(shards) > 1 else str(gives)
         edges.append(
             Edge(source=source, target=source + 1, forward=_wire("G0", str(gives)), gradient=_wire("G0", back))
         )
@@ -64,7 +63,7 @@ def make_edges(
 
 
 def make_parameters(
-    module: Module, stages: Sequence[Stage], programs: Mapping[str, LayerProgram], zero1: bool
+    module: Module, stages: Sequence[Stage], programs: Programs, shards: tuple[int, ...], zero1: bool
 ) -> tuple[Parameter, ...]:
     """Every parameter once, in order of first use; a tied one has all the stages that use it, owned by the first.
 
@@ -74,7 +73,7 @@ def make_parameters(
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
     for index, stage in enumerate(stages):
         for layer in module.layers[stage.layers[0] : stage.layers[1]]:
-            program = programs[layer.graph]
+            program = programs.program(layer, stage.sharding, shards)
             for spec in program.graphs[0].parameters:
                 name = layer.parameters[spec.name]
                 fact = (_whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))

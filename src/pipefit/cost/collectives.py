@@ -1,0 +1,61 @@
+"""Collectives over the very group: rings over its links, or host by host and then between hosts, whichever is faster.
+
+Several groups usually run the same collective at the same time (the replicas of every shard position; the shard
+groups of every replica) and share ports, so every function takes all of them. Sizes are the bytes of the whole
+tensor on one device: what an all-gather yields, what a reduce-scatter starts from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pipefit.cost.network import Network
+
+Rings = Sequence[Sequence[int]]
+
+
+def all_gather_s(network: Network, rings: Rings, total_bytes: float) -> float:
+    """Seconds until every device of every ring has all `total_bytes`."""
+    flat = network.rings(rings).pass_s(total_bytes)
+    inside, between, parts = _levels(network, rings)
+    if between is None or inside is None:
+        return flat
+    return min(flat, network.rings(between).pass_s(total_bytes / parts) + network.rings(inside).pass_s(total_bytes))
+
+
+def reduce_scatter_s(network: Network, rings: Rings, total_bytes: float) -> float:
+    """Seconds until every device has its part of the sum: an all-gather run backwards."""
+    return all_gather_s(network, rings, total_bytes)
+
+
+def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
+    """Seconds until every device has the whole sum: a reduce-scatter, then an all-gather.
+
+    Between hosts, the devices of a host first reduce among themselves, each then sums its part with its peers on the
+    other hosts, and the parts are gathered inside the host.
+    """
+    flat = 2 * network.rings(rings).pass_s(total_bytes)
+    inside, between, parts = _levels(network, rings)
+    if between is None or inside is None:
+        return flat
+    inner = network.rings(inside).pass_s(total_bytes)
+    return min(flat, 2 * inner + 2 * network.rings(between).pass_s(total_bytes / parts))
+
+
+def _levels(network: Network, rings: Rings) -> tuple[list[list[int]] | None, list[list[int]] | None, int]:
+    """Rings inside hosts, rings between hosts, devices per host; None where a group is not k devices on each host."""
+    inside: list[list[int]] = []
+    between: list[list[int]] = []
+    parts = 0
+    for ring in rings:
+        hosts: dict[int, list[int]] = defaultdict(list)
+        for device in sorted(ring):
+            hosts[network.host[device]].append(device)
+        sizes = {len(devices) for devices in hosts.values()}
+        if len(hosts) == 1 or len(sizes) != 1 or sizes == {1} or (parts and sizes != {parts}):
+            return None, None, 0
+        parts = sizes.pop()
+        inside.extend(hosts.values())
+        between.extend([devices[i] for devices in hosts.values()] for i in range(parts))
+    return inside, between, parts

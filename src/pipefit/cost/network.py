@@ -1,0 +1,108 @@
+"""Links and ports of a cluster, prepared for many questions: one Network is made per search and asked again and again.
+
+A message takes the link's latency and its bytes over the link's bandwidth. Messages that leave one port at the same
+time share it: inside a host each device has its own port; between hosts the devices of a host share the port of the
+rail they send on, unless the rail says otherwise. Nothing here knows stages or plans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipefit.cluster.topology import SELF, device_count, host_index, kind_of, link_between, rail_index
+from pipefit.cluster.types import Cluster, DeviceKind, Link
+
+Port = tuple[str, int, int]
+"""("device", device, 0), or ("host out" or "host in", host, rail)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """Of messages that start together."""
+
+    whole_s: float
+    "Until the last one has arrived."
+    port_s: float
+    "While the busiest port is busy: without the latency."
+
+
+@dataclass(frozen=True, slots=True)
+class RingTime:
+    """What one step of several rings that run at the same time costs: the slowest hop decides."""
+
+    hops: int
+    "Devices of the longest ring."
+    latency_s: float
+    s_per_byte: float
+
+    def pass_s(self, total_bytes: float) -> float:
+        """One pass (an all-gather or a reduce-scatter of `total_bytes`): hops - 1 steps of an equal part each.
+
+        Formula: (n - 1) (latency + bytes / (n bandwidth)); Thakur, Rabenseifner and Gropp 2005, ring algorithm.
+        """
+        if self.hops <= 1:
+            return 0.0
+        return (self.hops - 1) * (self.latency_s + total_bytes / self.hops * self.s_per_byte)
+
+
+class Network:
+    """The links of one cluster, with memory of what was asked."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        count = device_count(cluster)
+        self.devices = count
+        self.host = tuple(host_index(cluster, device) for device in range(count))
+        self.kinds: tuple[DeviceKind, ...] = tuple(kind_of(cluster, device) for device in range(count))
+        self._links: dict[tuple[int, int], Link] = {}
+        self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
+
+    def link(self, source: int, target: int) -> Link:
+        """The way from one device to another."""
+        key = (source, target)
+        if key not in self._links:
+            self._links[key] = link_between(self.cluster, source, target)
+        return self._links[key]
+
+    def transfer(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
+        """The time of messages (source, target, bytes) that start together. Messages to oneself are free."""
+        busy: dict[Port, float] = defaultdict(float)
+        latency_s = 0.0
+        for source, target, size in messages:
+            link = self.link(source, target)
+            if link is SELF or size == 0:
+                continue
+            latency_s = max(latency_s, link.latency_s)
+            for port in self._ports(source, target):
+                busy[port] += size / link.bandwidth_bytes_per_s
+        port_s = max(busy.values(), default=0.0)
+        return TransferTime(latency_s + port_s, port_s)
+
+    def rings(self, rings: Sequence[Sequence[int]]) -> RingTime:
+        """One step of rings that run at the same time, each through its devices in ascending order, host by host."""
+        key = tuple(tuple(sorted(ring)) for ring in rings if len(ring) > 1)
+        if key not in self._rings:
+            self._rings[key] = self._ring_time(key)
+        return self._rings[key]
+
+    def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
+        load: dict[Port, float] = defaultdict(float)
+        latency_s = 0.0
+        for ring in rings:
+            for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
+                link = self.link(source, target)
+                latency_s = max(latency_s, link.latency_s)
+                for port in self._ports(source, target):
+                    load[port] += 1.0 / link.bandwidth_bytes_per_s
+        return RingTime(max(map(len, rings), default=1), latency_s, max(load.values(), default=0.0))
+
+    def _ports(self, source: int, target: int) -> tuple[Port, ...]:
+        a, b = self.host[source], self.host[target]
+        if a == b:
+            return (("device", source, 0),)
+        rail = rail_index(self.cluster, source)
+        if not self.cluster.rails[rail].shared_ports:
+            return (("device", source, 1),)
+        return (("host out", a, rail), ("host in", b, rail))

@@ -1,0 +1,198 @@
+"""The time and the memory of one layer on one device, from a data sheet.
+
+Time of an operator: the larger of FLOPs / (peak x efficiency) and bytes moved / memory bandwidth, plus the overhead
+of issuing it (roofline: Williams, Waterman and Patterson 2009). Bytes moved: every operator reads its inputs and
+writes its outputs once, views move nothing (no fusion is assumed, so pointwise chains are costed on the slow side).
+The measured cost model of a later version takes this one's place behind the same `LayerCosts` interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.memory import COMPUTE_BYTES, Precision
+from pipefit.model.graph import Graph, Operator, element_count
+from pipefit.model.ops import KINDS, saved_bytes
+from pipefit.model.ops.saved import effective_recompute, element_bytes, kept
+from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
+
+Recompute = Literal["none", "selective", "full"]
+
+CollectiveTime = Callable[[str, float], float]
+"""(kind of collective, bytes of the whole tensor) -> seconds over the shard axis in question."""
+
+BACKWARD = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}
+"""What a collective of the forward pass does in the backward pass; `shard_slice` gathers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Of one layer, microbatch and slice on one device."""
+
+    forward_s: float
+    input_s: float
+    "The input-gradient part of the backward pass, recomputation included."
+    weight_s: float
+    saved_bytes: float
+    "Alive from F to its B or I."
+    pending_bytes: float
+    "Alive from I to its W."
+    forward_peak_bytes: float
+    "Passing memory while F runs."
+    backward_peak_bytes: float
+    "Passing memory while I or B runs: gradients in flight, and what was recomputed."
+
+
+class LayerCosts(Protocol):
+    """Where layer costs come from: this file's roofline, or measured curves."""
+
+    notes: tuple[str, ...]
+
+    def layer(
+        self,
+        graph: Graph,
+        symbols: tuple[int, int, int],
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph` for symbols (B rows, T tokens, P earlier tokens)."""
+        ...
+
+
+class Roofline:
+    """Layer costs from device data sheets; equal questions are answered from memory."""
+
+    notes: tuple[str, ...] = (
+        "layer times: roofline of the device's data-sheet peak x efficiency and memory bandwidth, no operator fusion",
+        "passing memory: two of a layer's largest tensors, and what recomputation brings back",
+    )
+
+    def __init__(self) -> None:
+        self._known: dict[object, LayerCost] = {}
+        self._graphs: dict[int, Graph] = {}
+
+    def layer(
+        self,
+        graph: Graph,
+        symbols: tuple[int, int, int],
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph`. `collective` is needed where the graph holds collectives; `collective_key` names it."""
+        self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
+        key = (id(graph), symbols, kind.name, precision, recompute, collective_key)
+        if key not in self._known:
+            self._known[key] = _layer(graph, symbols, kind, precision, recompute, collective)
+        return self._known[key]
+
+
+def _layer(
+    graph: Graph,
+    place: tuple[int, int, int],
+    kind: DeviceKind,
+    precision: Precision,
+    recompute: Recompute,
+    collective: CollectiveTime | None,
+) -> LayerCost:
+    symbols = {"B": place[0], "T": place[1], "P": place[2]}
+    width = COMPUTE_BYTES[precision]
+    if place[0] == 0:
+        return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    times = [_operator(graph, operator, symbols, kind, precision, collective) for operator in graph.operators]
+    forward_s, input_s, weight_s = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+    again_s = sum(times[index][0] for index in kept(graph, recompute, width).again)
+    saved = saved_bytes(graph, symbols, width, recompute)
+    brought_back = saved_bytes(graph, symbols, width, "none").after_forward - saved.after_forward
+    largest = max(
+        (
+            element_count(tensor.shape, symbols) * element_bytes(tensor.dtype, width)
+            for tensor in (*graph.tensors, *graph.inputs)
+            if tensor.role == "activation"
+        ),
+        default=0,
+    )
+    return LayerCost(
+        forward_s=forward_s,
+        input_s=input_s + again_s,
+        weight_s=weight_s,
+        saved_bytes=saved.after_forward,
+        pending_bytes=saved.after_input_gradient,
+        forward_peak_bytes=2.0 * largest,
+        backward_peak_bytes=2.0 * largest
+        + (max(0, brought_back) if effective_recompute(graph, recompute) != "none" else 0),
+    )
+
+
+def _operator(
+    graph: Graph,
+    operator: Operator,
+    symbols: dict[str, int],
+    kind: DeviceKind,
+    precision: Precision,
+    collective: CollectiveTime | None,
+) -> tuple[float, float, float]:
+    """Seconds of (forward, input gradient, weight gradient)."""
+    if operator.kind in (*BACKWARD, "shard_slice"):
+        return _collective(graph, operator, symbols, precision, collective)
+    if KINDS[operator.kind].view:
+        return 0.0, 0.0, 0.0
+    width = COMPUTE_BYTES[precision]
+    flops = operator_flops(graph, operator, symbols)
+    traffic = operator_traffic_bytes(graph, operator, symbols, width)
+    outputs = sum(element_count(graph.tensor(name).shape, symbols) * width for name in operator.outputs)
+    rate = kind.peak_flops_per_s[precision] * kind.efficiency
+    parameters = _parameter_elements(graph, operator.inputs)
+    # The gradient pass of a product reads and writes as much as its forward; of anything else, its output's gradient
+    # comes on top. A weight gradient is added into a buffer: read and written once each.
+    back = traffic if flops.input_gradient else traffic + outputs
+    forward_s = _roof(flops.forward, rate, traffic, kind)
+    input_s = _roof(flops.input_gradient, rate, back, kind) if _differentiable(graph, operator) else 0.0
+    if not parameters:
+        return forward_s, input_s, 0.0
+    gradient = 2 * parameters * max(4, width)
+    weight_s = _roof(flops.weight_gradient, rate, (traffic if flops.weight_gradient else 0) + gradient, kind)
+    return forward_s, input_s, weight_s
+
+
+def _roof(flops: float, rate: float, moved: float, kind: DeviceKind) -> float:
+    return max(flops / rate, moved / kind.memory_bandwidth_bytes_per_s) + kind.overhead_s
+
+
+def _differentiable(graph: Graph, operator: Operator) -> bool:
+    """Whether a gradient flows to an activation input: not for what only reads tokens or positions."""
+    roles = {tensor.name: tensor.role for tensor in graph.inputs}
+    parameters = {parameter.name for parameter in graph.parameters}
+    return any(
+        name and name not in parameters and roles.get(name, "activation") == "activation" for name in operator.inputs
+    )
+
+
+def _parameter_elements(graph: Graph, names: Sequence[str]) -> int:
+    return sum(
+        element_count(parameter.shape, {})
+        for parameter in graph.parameters
+        if parameter.trainable and parameter.name in names
+    )
+
+
+def _collective(
+    graph: Graph, operator: Operator, symbols: dict[str, int], precision: Precision, collective: CollectiveTime | None
+) -> tuple[float, float, float]:
+    assert collective is not None, f"{operator.kind} in a graph that is costed without a shard axis"
+    sizes = [
+        element_count(graph.tensor(name).shape, symbols) * COMPUTE_BYTES[precision]
+        for name in (operator.inputs[0], operator.outputs[0])
+    ]
+    whole = float(max(sizes))
+    if operator.kind == "shard_slice":
+        return 0.0, collective("all_gather", whole), 0.0
+    return collective(operator.kind, whole), collective(BACKWARD[operator.kind], whole), 0.0

@@ -1,0 +1,269 @@
+"""The cost table of a whole pipeline: what schedules are built from and the simulator runs on.
+
+The devices of a lane work in step, so a lane's times and bytes are those of its slowest and fullest device: the
+largest over its replicas and shard positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import LayerCost, LayerCosts
+from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
+from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+
+ACTION_OVERHEAD_S = 20e-6
+"""Assumed: what the interpreter of the run needs per action beside the operators."""
+
+NOTES = (
+    "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
+    "reductions: ring or two-level all-reduce over the very group after the last backward (overlap not counted)",
+    f"interpreter overhead {ACTION_OVERHEAD_S * 1e6:.0f} us an action: assumed",
+    "static memory: parameters, gradients, AdamW state and 64 MiB of workspace (assumed) per device",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Of one stage, microbatch and slice: the worst over its devices."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    saved_bytes: float
+    pending_bytes: float
+    forward_peak_bytes: float
+    backward_peak_bytes: float
+
+
+def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
+    """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
+    costs = [
+        [stage_cost(stage, tokens, past, work, network, layers) for tokens, past in slice_places(stage.slices)]
+        for stage in work.stages
+    ]
+    statics = lane_parts(work)
+    return CostTable(
+        actions=_actions(costs),
+        edges=tuple(_edge(edge, network) for edge in work.edges),
+        reduce_s=np.array([reduce_s(stage, work, network) for stage in work.stages]),
+        gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
+        step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
+        static_bytes=np.array([sum(parts.values()) for parts in statics]),
+        overhead_s=ACTION_OVERHEAD_S,
+        notes=(*_provenance(network), *layers.notes, *NOTES),
+    )
+
+
+def slice_places(slices: Sequence[int]) -> list[tuple[int, int]]:
+    """(tokens, tokens before it) of every slice."""
+    return [(tokens, sum(slices[:index])) for index, tokens in enumerate(slices)]
+
+
+def stage_cost(
+    stage: StageWork, tokens: int, past: int, work: PipelineWork, network: Network, layers: LayerCosts
+) -> StageCost:
+    """Sums over the stage's layers, for the worst device of its group."""
+    worst = [
+        _device_cost(stage, replica, position, tokens, past, work, network, layers)
+        for replica, position in _distinct_places(stage, network)
+    ]
+    return StageCost(*(max(column) for column in zip(*worst, strict=True)))
+
+
+def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """The devices of every shard group of a stage."""
+    return tuple(dict.fromkeys(stage.group.along(device, ("shard",)) for device in stage.group.devices))
+
+
+def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """The devices that hold the same shard, one ring per shard position."""
+    return tuple(dict.fromkeys(stage.group.along(device, ("replica",)) for device in stage.group.devices))
+
+
+def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Seconds to sum the stage's gradients: over the replicas, and over the shard axis what is whole there."""
+    width = GRADIENT_BYTES[work.precision]
+    total = 0.0
+    if stage.group.axis("shard").size > 1:
+        total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * width)
+    if stage.group.axis("replica").size > 1:
+        collective = reduce_scatter_s if stage.split_state else all_reduce_s
+        total += collective(network, replica_rings(stage), max(stage.parameters.trainable) * width)
+    return total
+
+
+def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Seconds to gather the stepped parameters under ZeRO-1."""
+    if not stage.split_state or stage.group.axis("replica").size == 1:
+        return 0.0
+    return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
+
+
+def lane_parts(work: PipelineWork) -> tuple[Mapping[str, float], ...]:
+    """Static bytes of every lane by part, on its fullest device."""
+    lanes = []
+    for lane in range(work.lanes):
+        stages = [stage for stage in work.stages if stage.lane == lane]
+        places = [
+            [static_parts(*_stored(stage, position), state_share(stage), work.precision) for stage in stages]
+            for position in range(max(len(stage.parameters.trainable) for stage in stages))
+        ]
+        sums = [{name: sum(parts[name] for parts in place) for name in place[0]} for place in places]
+        for total, place in zip(sums, places, strict=True):
+            total["workspace"] = place[0]["workspace"]
+        lanes.append(max(sums, key=lambda parts: sum(parts.values())))
+    return tuple(lanes)
+
+
+def state_share(stage: StageWork) -> float:
+    """The largest part of the optimizer state that a replica keeps."""
+    shares = stage.group.axis("replica").shares
+    return max(shares) / sum(shares) if stage.split_state else 1.0
+
+
+def _stored(stage: StageWork, position: int) -> tuple[int, int]:
+    counts = stage.parameters
+    index = min(position, len(counts.trainable) - 1)
+    return counts.trainable[index], counts.frozen[index]
+
+
+def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int]]:
+    """(replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
+    shards = stage.group.axis("shard").size
+    even = stage.group.axis("shard").is_even
+    found: dict[object, tuple[int, int]] = {}
+    for device in stage.group.devices:
+        replica = stage.group.position(device, "replica")
+        position = stage.group.position(device, "shard")
+        key = (network.kinds[device].name, stage.rows[replica], 0 if even and shards > 1 else position)
+        found.setdefault(key, (replica, position))
+    return list(found.values())
+
+
+def _device_cost(
+    stage: StageWork,
+    replica: int,
+    position: int,
+    tokens: int,
+    past: int,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+) -> tuple[float, ...]:
+    kind = network.kinds[_device_at(stage, replica, position)]
+    rings = shard_rings(stage)
+    collective = _shard_collective(network, rings) if len(rings[0]) > 1 else None
+    each = [
+        layers.layer(
+            graphs[min(position, len(graphs) - 1)],
+            (stage.rows[replica], tokens, past),
+            kind,
+            work.precision,
+            stage.recompute,
+            collective,
+            rings if collective else None,
+        )
+        for graphs in stage.layers
+    ]
+    return _sum_layers(each)
+
+
+def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
+    return (
+        sum(cost.forward_s for cost in each),
+        sum(cost.input_s for cost in each),
+        sum(cost.weight_s for cost in each),
+        sum(cost.saved_bytes for cost in each),
+        sum(cost.pending_bytes for cost in each),
+        max(cost.forward_peak_bytes for cost in each),
+        max(cost.backward_peak_bytes for cost in each),
+    )
+
+
+def _device_at(stage: StageWork, replica: int, position: int) -> int:
+    for device in stage.group.devices:
+        if stage.group.position(device, "replica") == replica and stage.group.position(device, "shard") == position:
+            return device
+    raise AssertionError(f"no device at replica {replica}, shard {position}")
+
+
+def _shard_collective(network: Network, rings: Sequence[Sequence[int]]) -> Callable[[str, float], float]:
+    functions = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
+    return lambda kind, total_bytes: functions[kind](network, rings, total_bytes)
+
+
+def _actions(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
+    def array(value: Callable[[StageCost], float]) -> Array:
+        return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
+
+    zero = np.zeros((1, 1, 1))
+    return {
+        "F": ActionTable(
+            time_s=array(lambda c: c.forward_s),
+            held_bytes=array(lambda c: c.saved_bytes),
+            peak_bytes=array(lambda c: c.forward_peak_bytes),
+        ),
+        "I": ActionTable(
+            time_s=array(lambda c: c.input_s),
+            held_bytes=array(lambda c: c.pending_bytes - c.saved_bytes),
+            peak_bytes=array(lambda c: c.backward_peak_bytes),
+        ),
+        "W": ActionTable(
+            time_s=array(lambda c: c.weight_s), held_bytes=array(lambda c: -c.pending_bytes), peak_bytes=zero
+        ),
+        "B": ActionTable(
+            time_s=array(lambda c: c.input_s + c.weight_s),
+            held_bytes=array(lambda c: -c.saved_bytes),
+            peak_bytes=array(lambda c: c.backward_peak_bytes),
+        ),
+    }
+
+
+def _edge(edge: EdgeWork, network: Network) -> EdgeCost:
+    ahead = [network.transfer(messages) for messages in edge.forward]
+    back = [network.transfer(messages) for messages in edge.backward]
+    return EdgeCost(
+        source=edge.source,
+        target=edge.target,
+        tensor=edge.tensor,
+        forward_s=np.array([[time.whole_s for time in ahead]]),
+        backward_s=np.array([[time.whole_s for time in back]]),
+        forward_port_s=np.array([[time.port_s for time in ahead]]),
+        backward_port_s=np.array([[time.port_s for time in back]]),
+        forward_bytes=np.array([[_received(messages) for messages in edge.forward]]),
+        backward_bytes=np.array([[_received(messages) for messages in edge.backward]]),
+    )
+
+
+def _received(messages: Sequence[tuple[int, int, float]]) -> float:
+    """Bytes of the receive buffer on the device that receives most."""
+    totals: dict[int, float] = {}
+    for _, target, size in messages:
+        totals[target] = totals.get(target, 0.0) + size
+    return max(totals.values(), default=0.0)
+
+
+def _step_s(lane: int, work: PipelineWork, network: Network) -> float:
+    total = 0.0
+    for stage in work.stages:
+        if stage.lane == lane:
+            slowest = min(network.kinds[device].memory_bandwidth_bytes_per_s for device in stage.group.devices)
+            moved = optimizer_traffic_bytes(max(stage.parameters.trainable), state_share(stage), work.precision)
+            total += moved / slowest
+    return total
+
+
+def _provenance(network: Network) -> tuple[str, ...]:
+    cluster = network.cluster
+    notes = [f"cluster {cluster.name}: {cluster.provenance.source}; {cluster.provenance.where}"]
+    for kind in cluster.kinds.values():
+        origin = f"{kind.provenance.source}; {kind.provenance.where}"
+        notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:g} assumed")
+    return tuple(notes)

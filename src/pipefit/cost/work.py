@@ -1,0 +1,65 @@
+"""What a pipeline has to do, in the terms that costs are made from: no plan, no schedule, only graphs and groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.cost.memory import Precision
+from pipefit.layout import Group
+from pipefit.model.graph import Graph
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Elements that the devices of a stage store, per position of the shard axis."""
+
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...]
+    whole: tuple[int, ...]
+    "The trainable ones that every shard position stores alike: their gradients are summed over the shard axis."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """One stage on its group."""
+
+    lane: int
+    group: Group
+    layers: tuple[tuple[Graph, ...], ...]
+    "[layer][position of the shard axis]; one entry where the layer is not sharded."
+    rows: tuple[int, ...]
+    "Rows of one microbatch on each position of the replica axis."
+    slices: tuple[int, ...]
+    "Tokens of each slice of one row."
+    recompute: Recompute
+    parameters: ParameterCounts
+    split_state: bool
+    "ZeRO-1: the optimizer state is split over the replicas by their shares."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeWork:
+    """One tensor between two stages: the messages (source device, target device, bytes) per slice and direction."""
+
+    source: int
+    target: int
+    tensor: str
+    forward: tuple[tuple[tuple[int, int, float], ...], ...]
+    "[slice] -> messages."
+    backward: tuple[tuple[tuple[int, int, float], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineWork:
+    """All stages and edges of one pipeline."""
+
+    stages: tuple[StageWork, ...]
+    edges: tuple[EdgeWork, ...]
+    precision: Precision
+
+    @property
+    def lanes(self) -> int:
+        return max(stage.lane for stage in self.stages) + 1

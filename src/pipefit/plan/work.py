@@ -1,0 +1,127 @@
+"""From the parts of a plan to the work that costs are made from: graphs on groups, messages on links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.cost.memory import COMPUTE_BYTES
+from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+from pipefit.layout import Group, box_size, holding, moves, parse_form, split
+from pipefit.model.graph import Layer, size_value
+from pipefit.plan.sharded import Programs
+from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
+
+Message = tuple[int, int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What of a plan decides its costs."""
+
+    job: Job
+    groups: tuple[GroupPlan, ...]
+    spaces: tuple[Space, ...]
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    placement: tuple[int, ...]
+    microbatches: int
+    slices: tuple[int, ...]
+    split_state: tuple[bool, ...]
+    "Of each stage: whether ZeRO-1 splits its optimizer state."
+
+
+def parts_of(plan: Plan) -> Parts:
+    """The parts of a plan that stands."""
+    return Parts(
+        job=plan.job,
+        groups=plan.groups,
+        spaces=plan.spaces,
+        stages=plan.stages,
+        edges=plan.edges,
+        placement=plan.order.placement,
+        microbatches=plan.order.microbatches,
+        slices=plan.order.slices,
+        split_state=tuple(
+            any("Gflat" in parameter.state for parameter in plan.parameters if index in parameter.uses)
+            for index in range(len(plan.stages))
+        ),
+    )
+
+
+def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
+    """The work of every stage and edge. Raises PlanError where the plan names what the model does not have."""
+    groups = [group.group() for group in parts.groups]
+    spaces = {space.name: space for space in parts.spaces}
+    stages = []
+    for index, stage in enumerate(parts.stages):
+        group, space = groups[stage.group], spaces[stage.space]
+        layers = programs.layers(stage.module, stage.layers)
+        shares = group.axis("shard").shares
+        stages.append(
+            StageWork(
+                lane=parts.placement[index],
+                group=group,
+                layers=tuple(programs.program(layer, stage.sharding, shares).graphs for layer in layers),
+                rows=_rows(space, parts.microbatches, group),
+                slices=_slices(space, parts),
+                recompute=stage.recompute,
+                parameters=programs.counts(layers, stage.sharding, shares),
+                split_state=parts.split_state[index],
+            )
+        )
+    return PipelineWork(
+        stages=tuple(stages),
+        edges=tuple(_edge_work(edge, parts, groups, programs) for edge in parts.edges),
+        precision=parts.job.precision,
+    )
+
+
+def _rows(space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
+    """Rows of one microbatch on each replica."""
+    runs = split(space.rows // microbatches, group.axis("replica").shares)
+    return tuple(stop - start for start, stop in runs)
+
+
+def _slices(space: Space, parts: Parts) -> tuple[int, ...]:
+    """Tokens of each slice of a row of this space: the job's own slices, or the same proportions of its length."""
+    if space.tokens in (0, parts.job.sequence):
+        return parts.slices
+    return tuple(stop - start for start, stop in split(space.tokens, parts.slices))
+
+
+def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs) -> EdgeWork:
+    source, target = parts.stages[edge.source], parts.stages[edge.target]
+    space = next(space for space in parts.spaces if space.name == source.space)
+    layer = programs.layers(source.module, source.layers)[-1]
+    rows = space.rows // parts.microbatches
+    width = COMPUTE_BYTES[parts.job.precision]
+    shapes = [_shape(layer, rows, tokens, programs) for tokens in _slices(space, parts)]
+    ahead, back = groups[source.group], groups[target.group]
+    return EdgeWork(
+        source=edge.source,
+        target=edge.target,
+        tensor=edge.tensor,
+        forward=tuple(_messages(shape, ahead, back, edge.forward, width) for shape in shapes),
+        backward=tuple(_messages(shape, back, ahead, edge.gradient, width) for shape in shapes),
+    )
+
+
+def _shape(layer: Layer, rows: int, tokens: int, programs: Programs) -> tuple[int, ...]:
+    """The global shape of what a layer hands on."""
+    graph = programs.model.graphs[layer.graph]
+    symbols = {"B": rows, "T": tokens}
+    return tuple(size_value(size, symbols) for size in graph.tensor(graph.outputs[0]).shape)
+
+
+def _messages(shape: tuple[int, ...], source: Group, target: Group, wire: Wire, width: int) -> tuple[Message, ...]:
+    sent, received = [tuple(map(parse_form, texts)) for texts in (wire.wire, wire.received)]
+    if source.axes == target.axes and sent == received:
+        # Equal grids and forms: plain point-to-point between equal places, without comparing all boxes.
+        return tuple(
+            (one, two, float(width * box_size(holding(shape, source, sent, one))))
+            for one, two in zip(source.devices, target.devices, strict=True)
+        )
+    return tuple(
+        (move.source, move.target, float(width * box_size(move.box)))
+        for move in moves(shape, source, sent, target, received)
+    )
