@@ -1,0 +1,157 @@
+"""Flat storage of a lane's parameters and gradients: one pair of flat tensors per bucket, a view per parameter.
+
+A bucket holds parameters of one stage that are reduced, scattered, decayed and counted alike, in the order in which
+a backward completes them (last layer first), up to a size. Buckets are formed from plan data only, so all ranks of
+a lane form the same ones in the same order. Under ZeRO-1 a bucket is cut evenly over the scatter group: every rank
+owns one run of the flat elements (`Gflat`: the parameters of the bucket laid end to end).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipefit.layout import AxisName, Box, Run
+
+ALIGN = 32
+"""Elements: every parameter starts at a multiple, so that flat kernels read aligned vectors."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One trainable parameter as one stage of this device uses it."""
+
+    name: str
+    "Global name."
+    stage: int
+    layer: int
+    "Index of the layer within its stage: a backward completes the last first."
+    shape: tuple[int, ...]
+    "Global shape."
+    box: Box
+    "The part of it that is held here."
+    tensor: torch.nn.Parameter
+    "The local part; its storage moves into the bucket."
+    sum_over: tuple[AxisName, ...]
+    "Axes along which it is replicated, and so its gradient summed."
+    scatter_over: tuple[AxisName, ...] = ()
+    "Axes over which its optimizer state is split (ZeRO-1)."
+    decays: bool = True
+    counted: bool = True
+    "Whether this lane counts it in the global norm and saves it: false where another stage owns a tied parameter."
+    tied: bool = False
+    "Used by stages of several lanes."
+    twin: torch.nn.Parameter | None = None
+    "The same parameter in a second stage on this device: it shares storage, so gradients add up by themselves."
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Entries with equal keys may share a bucket."""
+        alone = self.tied or self.twin is not None
+        where = (self.name,) if alone else (self.stage,)
+        return (*where, self.sum_over, self.scatter_over, self.decays, self.counted, self.tensor.dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket:
+    """Parameters that are reduced and updated together."""
+
+    entries: tuple[Entry, ...]
+    offsets: tuple[int, ...]
+    parameters: Tensor
+    "Flat, compute dtype, padded with zeros."
+    gradients: Tensor
+    "Flat, gradient dtype."
+    owned: Run
+    "The run of flat elements whose optimizer state this rank holds."
+    views: dict[str, Tensor] = field(default_factory=dict)
+    "Gradient of each entry, of its local shape."
+
+    @property
+    def stage(self) -> int:
+        return self.entries[0].stage
+
+    @property
+    def first_layer(self) -> int:
+        """The layer of the stage whose gradients complete the bucket."""
+        return min(entry.layer for entry in self.entries)
+
+    @property
+    def late(self) -> bool:
+        """Whether it must wait for all stages of this device: it is shared between two of them."""
+        return any(entry.twin is not None for entry in self.entries)
+
+    @property
+    def tied(self) -> bool:
+        return self.entries[0].tied
+
+    def owned_runs(self) -> list[tuple[Entry, Run, Run]]:
+        """(entry, run within its local flat elements, run within the owned piece) of what this rank owns."""
+        runs = []
+        low, high = self.owned
+        for entry, offset in zip(self.entries, self.offsets, strict=True):
+            start, stop = max(offset, low), min(offset + entry.tensor.numel(), high)
+            if start < stop:
+                runs.append((entry, (start - offset, stop - offset), (start - low, stop - low)))
+        return runs
+
+
+def make_buckets(
+    entries: Sequence[Entry],
+    gradient_dtype: torch.dtype,
+    bucket_bytes: int,
+    scatter_place: dict[object, tuple[int, int]],
+) -> list[Bucket]:
+    """Buckets of one lane, in launching order; the entries' storage moves into them.
+
+    `scatter_place[scatter_over]` is (this rank's place, size) of the scatter group.
+    """
+    runs: list[list[Entry]] = []
+    current: dict[object, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda e: (-e.stage, -e.layer)):
+        run = current.get(entry.key)
+        size = sum(e.tensor.numel() for e in run) * gradient_dtype.itemsize if run else 0
+        if run is None or size + entry.tensor.numel() * gradient_dtype.itemsize > bucket_bytes:
+            run = []
+            runs.append(run)
+            current[entry.key] = run
+        run.append(entry)
+    runs.sort(key=lambda run: (-run[0].stage, -min(e.layer for e in run)))
+    return [_bucket(run, gradient_dtype, scatter_place) for run in runs]
+
+
+def _bucket(
+    entries: Sequence[Entry], gradient_dtype: torch.dtype, scatter_place: dict[object, tuple[int, int]]
+) -> Bucket:
+    place, ways = scatter_place.get(entries[0].scatter_over, (0, 1))
+    offsets, end = [], 0
+    for entry in entries:
+        offsets.append(end)
+        end += -(-entry.tensor.numel() // ALIGN) * ALIGN
+    unit = ways * ALIGN
+    total = -(-end // unit) * unit
+    first = entries[0].tensor
+    flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+    gradients = torch.zeros(total, dtype=gradient_dtype, device=first.device)
+    bucket = Bucket(
+        entries=tuple(entries),
+        offsets=tuple(offsets),
+        parameters=flat,
+        gradients=gradients,
+        owned=(place * total // ways, (place + 1) * total // ways),
+    )
+    for entry, offset in zip(entries, offsets, strict=True):
+        shape = entry.tensor.shape
+        run = slice(offset, offset + math.prod(shape))
+        view = flat[run].view(shape)
+        with torch.no_grad():
+            view.copy_(entry.tensor)
+        entry.tensor.data = view
+        if entry.twin is not None:
+            entry.twin.data = view
+        bucket.views[entry.name] = gradients[run].view(shape)
+    return bucket

@@ -1,0 +1,383 @@
+"""From a plan to this rank's worker: programs of its stages, parameters in buckets, process groups, wires.
+
+Everything here is a function of (plan, model, device); no rank asks another. `verify_ranks` has made sure before
+that all of them read the same plan and captured the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipefit.errors import PlanError, StalePlanError
+from pipefit.layout import Box, Group, holding, parse_form
+from pipefit.model.graph import Model, Module, size_value
+from pipefit.plan.sharded import LayerProgram, layer_programs, program_hash
+from pipefit.plan.types import Edge, Parameter, Plan, Stage
+from pipefit.run.buckets import Entry, make_buckets
+from pipefit.run.comms import Comms
+from pipefit.run.initial import initial_value, kinds_of
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.reduce import Reducer
+from pipefit.run.shard_comm import ShardContext
+from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.tied import TiedSum, TiedUse, tied_pairs
+from pipefit.run.wiring import channel_pairs
+from pipefit.run.worker import Frozen, Worker, lane_of
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+BUCKET_BYTES = 32 << 20
+"""Of gradients in one reduction: large enough that latency does not count, small enough to overlap."""
+
+Value = Callable[[str, Sequence[int], Box], torch.Tensor]
+"""(global name, global shape, box) -> that part of the parameter, any float type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank is in a plan."""
+
+    device: int
+    lane: int
+    group: Group
+    ranks: Mapping[int, int]
+    "Device -> global rank."
+    torch_device: torch.device
+
+
+def place_of(plan: Plan, rank: int, torch_device: torch.device) -> Place:
+    """The place of a rank: rank i of a run is the i-th of the plan's devices."""
+    device = plan.devices[rank]
+    lane = lane_of(plan, device)
+    ranks = {d: i for i, d in enumerate(plan.devices)}
+    return Place(device=device, lane=lane, group=plan.lane_group(lane), ranks=ranks, torch_device=torch_device)
+
+
+def build_worker(
+    plan: Plan,
+    model: Model,
+    comms: Comms,
+    torch_device: torch.device,
+    optimizer: OptimizerConfig,
+    *,
+    value: Value | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Worker:
+    """The worker of this rank, with parameters from `value`, or initialised from the plan's seed.
+
+    All ranks of the plan call this together: process groups are made. Raises PlanError for what cannot be run, and
+    StalePlanError if the model's programs are not those that the plan was made for.
+    """
+    check_runnable(plan)
+    place = place_of(plan, comms.rank, torch_device)
+    programs_of = stage_programs(plan, model)
+    shape_of = edge_shapes(plan, model)
+    uses = _tied_uses(plan, model, programs_of)
+    _make_groups(plan, comms, place.ranks, shape_of, uses)
+    dtype = DTYPES[plan.job.precision]
+    gradient_dtype = torch.promote_types(dtype, torch.float32)
+    programs = {
+        stage: _program(plan, model, stage, programs_of[stage], place, comms, dtype)
+        for stage, lane in enumerate(plan.order.placement)
+        if lane == place.lane
+    }
+    value = initial_values(plan, model) if value is None else value
+    entries, frozen = _entries(plan, model, programs, programs_of, place, value)
+    buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, place))
+    gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
+    for program in programs.values():
+        program.bind_gradients({name: gradients[name] for name, p in program.parameters.items() if p.requires_grad})
+    tied = {
+        name: TiedSum(
+            name, shape, list(who.values()), place.device, place.ranks, comms,
+            2 * len(plan.edges) + number, gradients[name],
+        )
+        for number, (name, (shape, who)) in enumerate(sorted(uses.items()))
+        if name in gradients and place.lane in who
+    }  # fmt: skip
+    return Worker(
+        plan,
+        device=place.device,
+        ranks=place.ranks,
+        comms=comms,
+        world=comms.group(list(place.ranks.values())),
+        programs=programs,
+        buckets=buckets,
+        reducer=Reducer(buckets, comms, place.group, place.device, place.ranks, tied),
+        torch_device=torch_device,
+        dtype=dtype,
+        shape_of=shape_of,
+        optimizer=optimizer,
+        master_dtype=gradient_dtype,
+        frozen=frozen,
+    )
+
+
+def initial_values(plan: Plan, model: Model) -> Value:
+    """Values from the plan's seed and the family's `initializer_range`."""
+    kinds = kinds_of(model)
+    std = float(model.config.get("initializer_range", 0.02))
+
+    def value(name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
+        return initial_value(name, shape, kinds[name], std, plan.job.seed, box)
+
+    return value
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raises PlanError for what plans can express and the worker does not run yet."""
+    for index, stage in enumerate(plan.stages):
+        if stage.microbatch_multiple != 1:
+            raise PlanError(
+                "A stage that takes several microbatches together can be planned and simulated, but not run yet.",
+                where=f"stages[{index}].microbatch_multiple",
+                seen=stage.microbatch_multiple,
+                allowed="1",
+            )
+        group = plan.groups[stage.group].group()
+        for device in group.devices:
+            axis = group.along(device, ("shard",))
+            if list(axis) != sorted(axis):
+                raise PlanError(
+                    "The devices of a shard axis must be in rising order: ranks are numbered by device.",
+                    where=f"groups[{stage.group}].devices",
+                    seen=axis,
+                )
+        for axis_ in group.axes:
+            if axis_.name not in ("replica", "shard") and axis_.size > 1:
+                raise PlanError("This axis is not run yet.", where=f"groups[{stage.group}].axes", seen=axis_.name)
+
+
+def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
+    """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
+    made: dict[tuple[object, ...], Mapping[str, LayerProgram]] = {}
+    result = []
+    for index, stage in enumerate(plan.stages):
+        shares = plan.groups[stage.group].group().axis("shard").shares
+        key = (stage.module, stage.sharding, shares)
+        if key not in made:
+            made[key] = layer_programs(model, _module(model, stage), stage.sharding, shares)
+        programs = made[key]
+        seen = program_hash([programs[layer.graph] for layer in _layers(model, stage)])
+        if stage.program and seen != stage.program:
+            raise StalePlanError(
+                "The plan was made for another program of this stage.",
+                where=f"stages[{index}].program",
+                seen=f"{seen} here, {stage.program} in the plan",
+                next_step="make the plan again with the model as it is now",
+            )
+        result.append(programs)
+    return result
+
+
+def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ...]]:
+    """The global shape of one microbatch's slice of an edge's tensor; slice -1 is the whole sequence."""
+    rows = plan.job.batch // plan.order.microbatches
+
+    def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
+        tokens = plan.job.sequence if slice_ < 0 else plan.order.slices[slice_]
+        graph = model.layer_graph(_layers(model, plan.stages[edge.source])[-1])
+        tensor = graph.tensor(edge.tensor or graph.outputs[0])
+        return tuple(size_value(size, {"B": rows, "T": tokens}) for size in tensor.shape)
+
+    return shape_of
+
+
+def _program(
+    plan: Plan,
+    model: Model,
+    index: int,
+    programs: Mapping[str, LayerProgram],
+    place: Place,
+    comms: Comms,
+    dtype: torch.dtype,
+) -> StageProgram:
+    stage = plan.stages[index]
+    axis = place.group.axis("shard")
+    position = place.group.position(place.device, "shard")
+    shard = None
+    if axis.size > 1:
+        members = [place.ranks[d] for d in place.group.along(place.device, ("shard",))]
+        shard = ShardContext(group=comms.group(members), shares=axis.shares, position=position)
+    layers = [
+        StageLayer(layer.name, programs[layer.graph].graphs[position if axis.size > 1 else 0], layer.parameters)
+        for layer in _layers(model, stage)
+    ]
+    before = [module.name for module in model.modules].index(stage.module)
+    return StageProgram(
+        layers,
+        recompute=stage.recompute,
+        device=place.torch_device,
+        dtype=dtype,
+        shard=shard,
+        seed=plan.job.seed,
+        first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
+        slices=len(plan.order.slices),
+    )
+
+
+def _entries(
+    plan: Plan,
+    model: Model,
+    programs: Mapping[int, StageProgram],
+    programs_of: Sequence[Mapping[str, LayerProgram]],
+    place: Place,
+    value: Value,
+) -> tuple[list[Entry], dict[str, Frozen]]:
+    entries: dict[str, Entry] = {}
+    frozen: dict[str, Frozen] = {}
+    for stage, program in programs.items():
+        places = _layer_places(model, plan.stages[stage])
+        for parameter in plan.parameters:
+            tensor = program.parameters.get(parameter.name)
+            if tensor is None:
+                continue
+            box = _box(parameter, model, plan.stages[stage], programs_of[stage], place)
+            assert tuple(b - a for a, b in box) == tuple(tensor.shape), (parameter.name, box, tensor.shape)
+            if parameter.name in entries:
+                entries[parameter.name].twin = tensor
+                continue
+            with torch.no_grad():
+                tensor.copy_(value(parameter.name, parameter.shape, box))
+            if len(parameter.uses) > 1:
+                form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
+                forms = [parse_form(form if axis.name == "shard" else "I") for axis in place.group.axes]
+                assert box == holding(parameter.shape, place.group, forms, place.device), parameter.name
+            if tensor.requires_grad:
+                layer = places[parameter.name]
+                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place)
+            else:
+                saves = plan.order.placement[parameter.owner] == place.lane
+                frozen[parameter.name] = (parameter.shape, box, tensor, saves)
+    return list(entries.values()), frozen
+
+
+def _entry(
+    plan: Plan, parameter: Parameter, stage: int, layer: int, box: Box, tensor: torch.nn.Parameter, place: Place
+) -> Entry:
+    axes = [axis for axis in place.group.axes if axis.size > 1]
+    owner = plan.groups[plan.stages[parameter.owner].group].group()
+    stored = {axis.name: form for axis, form in zip(owner.axes, parameter.stored, strict=True)}
+    state = {axis.name: form for axis, form in zip(owner.axes, parameter.state, strict=True)}
+    lanes = {plan.order.placement[use] for use in parameter.uses}
+    return Entry(
+        name=parameter.name,
+        stage=stage,
+        layer=layer,
+        shape=parameter.shape,
+        box=box,
+        tensor=tensor,
+        sum_over=tuple(axis.name for axis in axes if stored.get(axis.name, "I") == "I"),
+        scatter_over=tuple(axis.name for axis in axes if state.get(axis.name) == "Gflat"),
+        decays=len(parameter.shape) > 1,
+        counted=plan.order.placement[parameter.owner] == place.lane,
+        tied=len(lanes) > 1,
+    )
+
+
+def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], place: Place) -> Box:
+    """What this device holds: the runs that the sharded graphs' own local shapes add up to."""
+    whole = tuple((0, length) for length in parameter.shape)
+    position = place.group.position(place.device, "shard")
+    for layer in _layers(model, stage):
+        for local, name in layer.parameters.items():
+            if name == parameter.name:
+                program = programs[layer.graph]
+                form = program.parameters[local]
+                if form.kind != "G" or form.dim is None:
+                    return whole
+                sizes = [graph.parameter(local).shape[form.dim] for graph in program.graphs]
+                start = sum(sizes[:position])
+                run = (start, start + sizes[position])
+                return (*whole[: form.dim], run, *whole[form.dim + 1 :])
+    raise AssertionError(f"{parameter.name} is not in the stage")
+
+
+def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
+    """Global name -> the first layer within the stage that uses it: the last that a backward completes."""
+    places: dict[str, int] = {}
+    for index, layer in enumerate(_layers(model, stage)):
+        for name in layer.parameters.values():
+            places.setdefault(name, index)
+    return places
+
+
+def _tied_uses(
+    plan: Plan, model: Model, programs_of: Sequence[Mapping[str, LayerProgram]]
+) -> dict[str, tuple[tuple[int, ...], dict[int, TiedUse]]]:
+    """Parameters that stages of several lanes use: name -> (shape, lane -> use)."""
+    tied = {}
+    for parameter in plan.parameters:
+        who: dict[int, TiedUse] = {}
+        for stage in parameter.uses:
+            group = plan.groups[plan.stages[stage].group].group()
+            form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            forms = tuple(form if axis.name == "shard" else "I" for axis in group.axes)
+            who.setdefault(plan.order.placement[stage], TiedUse(stage, group, forms))
+        if len(who) > 1 and parameter.trainable:
+            tied[parameter.name] = (parameter.shape, who)
+    return tied
+
+
+def _form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
+    for layer in _layers(model, stage):
+        for local, other in layer.parameters.items():
+            if other == name:
+                return str(programs[layer.graph].parameters[local])
+    raise AssertionError(f"{name} is not in the stage")
+
+
+def _scatter_places(entries: Sequence[Entry], place: Place) -> dict[object, tuple[int, int]]:
+    result: dict[object, tuple[int, int]] = {}
+    for entry in entries:
+        members = sorted(place.ranks[d] for d in place.group.along(place.device, entry.scatter_over))
+        result[entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
+    return result
+
+
+def _make_groups(
+    plan: Plan,
+    comms: Comms,
+    ranks: Mapping[int, int],
+    shape_of: Callable[[Edge, int], Sequence[int]],
+    uses: Mapping[str, tuple[tuple[int, ...], dict[int, TiedUse]]],
+) -> None:
+    """Every process group of the plan, the same list on all ranks."""
+    groups: list[list[int]] = [list(ranks.values())]
+    for lane in sorted(set(plan.order.placement)):
+        group = plan.lane_group(lane)
+        for device in group.devices:
+            for axes in (("replica",), ("shard",), ("replica", "shard")):
+                groups.append([ranks[d] for d in group.along(device, axes)])  # type: ignore[arg-type]
+    comms.make(groups)
+    pairs = channel_pairs(plan, lambda edge: shape_of(edge, 0))
+    for shape, who in uses.values():
+        pairs += tied_pairs(shape, list(who.values()))
+    comms.make_pairs((ranks[a], ranks[b]) for a, b in pairs)
+
+
+def _module(model: Model, stage: Stage) -> Module:
+    for module in model.modules:
+        if module.name == stage.module:
+            return module
+    raise StalePlanError(
+        "The plan names a module that the model does not have.",
+        seen=stage.module,
+        allowed=", ".join(module.name for module in model.modules),
+    )
+
+
+def _layers(model: Model, stage: Stage):  # type: ignore[no-untyped-def]
+    module = _module(model, stage)
+    if stage.layers[1] > len(module.layers):
+        raise StalePlanError(
+            "The plan's stages go beyond the model's layers.",
+            where=f"module {stage.module!r}",
+            seen=f"layers up to {stage.layers[1]}",
+            allowed=f"{len(module.layers)} layers",
+            next_step="make the plan again with the model as it is now",
+        )
+    return module.layers[stage.layers[0] : stage.layers[1]]

@@ -1,0 +1,63 @@
+"""Process groups and point-to-point channels of a run, made once in an order that all ranks agree on.
+
+gloo: messages go over the default group, with a tag per channel, so each channel is a FIFO of its own. NCCL knows
+no tags: every directed pair of ranks has a communicator of its own (PyTorch's `new_group` of the two). The plain
+`send`/`recv`/`allreduce` methods of `ProcessGroup` are used, which skip argument checks that a plan has settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Channel = tuple[Any, int, int]
+"""(process group, the peer's rank in it, tag)."""
+
+
+class Comms:
+    """The process groups of this rank. Keep one per process: groups are costly and are shared between plans.
+
+    `ranks[i]` is the global rank of device i (by default rank i is the i-th device of the plan).
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.tagged = not dist.is_initialized() or dist.get_backend() != "nccl"
+        self._groups: dict[tuple[object, ...], Any] = {}
+
+    def make(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make the groups that this rank is in. All ranks pass the same groups; the order is made equal here.
+
+        Groups of one rank are not made. Members only take part, so ranks outside a plan are not needed.
+        """
+        for ranks in sorted({tuple(sorted(group)) for group in groups}):
+            if len(ranks) > 1 and self.rank in ranks and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+
+    def make_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make a communicator for every directed pair (source rank, target rank) where tags do not exist (NCCL)."""
+        if self.tagged:
+            return
+        for pair in sorted(set(pairs)):
+            key = ("pair", *pair)
+            if self.rank in pair and key not in self._groups and pair[0] != pair[1]:
+                self._groups[key] = dist.new_group(sorted(pair), use_local_synchronization=True)
+
+    def group(self, ranks: Sequence[int]) -> Any | None:
+        """The group of these ranks, or None when it is this rank alone."""
+        return None if len(ranks) == 1 else self._groups[tuple(sorted(ranks))]
+
+    def channel(self, source: int, target: int, tag: int) -> Channel:
+        """How this rank, `source` or `target`, reaches the other for messages of the directed pair."""
+        peer = target if source == self.rank else source
+        if self.tagged:
+            return dist.group.WORLD, peer, tag
+        return self._groups["pair", source, target], int(peer > self.rank), 0
+
+
+def backend_for(device: torch.device) -> str:
+    """`nccl` for CUDA devices, `gloo` for everything else."""
+    return "nccl" if device.type == "cuda" else "gloo"

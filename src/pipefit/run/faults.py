@@ -1,0 +1,286 @@
+"""What goes wrong on a cluster, told once and by name: a rank that died, memory that ran out, ranks that disagree.
+
+Every rank beats into the rendezvous store; each watches its neighbour, so a death is noticed by one rank, which
+writes it into the store for all. Whatever stops a run, one rank prints the message (the first to claim it in the
+store) and all exit with code 2. `PIPEFIT_FAULT` makes a chosen rank fail at a chosen step: faults are test inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.errors import PipefitError, RunError
+from pipefit.plan.types import Plan
+from pipefit.units import format_bytes
+
+EXIT_CODE = 2
+
+_FAULT = "pipefit/fault"
+_CLAIM = "pipefit/claimed"
+_BEAT = "pipefit/beat/{}"
+_STOPPED = "stopped"
+
+
+class Monitor:
+    """This rank's heartbeat, and its watch over the next rank.
+
+    `store` is a torch.distributed store used by nobody else in this process (a `clone()`). A neighbour whose beat
+    stands still for `timeout_s` is dead. When a fault is known and the main thread has not stopped by itself within
+    `grace_s` (it may hang in a transfer), the process exits from here.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        *,
+        grace_s: float = 3.0,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._store, self.rank, self.world = store, rank, world
+        self.timeout_s, self.grace_s = timeout_s, grace_s
+        self._leave = leave
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.fault: PipefitError | None = None
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over on this rank: its beat may stop without anybody calling it dead."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * self._interval_s)
+        self._quietly(lambda: self._store.set(_BEAT.format(self.rank), _STOPPED))
+
+    def verdict(self, wait_s: float) -> PipefitError | None:
+        """The fault that stopped the run, if one becomes known within `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while self.fault is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.fault
+
+    def announce(self, error: PipefitError) -> None:
+        """Tell all ranks that the run stops, and print the message unless another rank has: one copy in all."""
+        with self._lock:
+            self.fault = self.fault or error
+            record = {"what": error.what, "where": error.where, "seen": str(error.seen) if error.seen else None}
+            record |= {"allowed": error.allowed, "next_step": error.next_step}
+            first = self._quietly(lambda: self._store.add(_CLAIM, 1) == 1, default=True)
+            if first:
+                print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
+                self._quietly(lambda: self._store.set(_FAULT, json.dumps(record)))
+
+    @property
+    def _interval_s(self) -> float:
+        return min(1.0, self.timeout_s / 10)
+
+    def _watch(self) -> None:
+        beat, seen, since = 0, "", time.monotonic()
+        neighbour = (self.rank + 1) % self.world
+        while not self._stop.wait(self._interval_s):
+            beat += 1
+            try:
+                self._store.set(_BEAT.format(self.rank), str(beat))
+                if self._store.check([_FAULT]):
+                    self._end(_read_fault(self._store))
+                    return
+                key = _BEAT.format(neighbour)
+                value = self._store.get(key).decode() if self._store.check([key]) else ""
+            except RuntimeError as error:  # DistNetworkError, DistStoreError: the store's host is gone
+                self._end(_store_gone(error))
+                return
+            if value != seen or value == _STOPPED or self.world == 1:
+                seen, since = value, time.monotonic()
+            elif time.monotonic() - since > self.timeout_s:
+                fault = dead_rank(neighbour, self.timeout_s)
+                self.announce(fault)
+                self._end(fault)
+                return
+
+    def _end(self, fault: PipefitError) -> None:
+        self.fault = self.fault or fault
+        if not self._stop.wait(self.grace_s):
+            self.announce(fault)
+            self._leave(EXIT_CODE)
+
+    def _quietly(self, call: Callable[[], Any], default: Any = None) -> Any:
+        try:
+            return call()
+        except RuntimeError:
+            return default
+
+
+def dead_rank(rank: int, timeout_s: float) -> RunError:
+    """The message for a rank whose heartbeat stopped."""
+    return RunError(
+        f"Rank {rank} died or hangs: the run has stopped.",
+        where=f"rank {rank}",
+        seen=f"no sign of life for {timeout_s:g} s",
+        next_step="look at that rank's own log and host; continue with --resume RUN_DIR",
+    )
+
+
+def exited_rank(rank: int, code: int, log: str = "") -> RunError:
+    """The message for a process that the launcher saw ending: `code` below 0 is a signal."""
+    how = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+    return RunError(
+        f"Rank {rank} died: the run has stopped.",
+        where=f"rank {rank}",
+        seen=f"{how}{': ' + log if log else ''}",
+        next_step="SIGKILL often means that the system ran out of memory; continue with --resume RUN_DIR",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out: CUDA's, Python's, or the CPU allocator's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    words = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in words or "out of memory" in words)
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Whether an exception says that another rank, or the way to it, is gone."""
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError"):
+        return True
+    words = str(error).lower()
+    signs = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "socket")
+    return isinstance(error, RuntimeError) and any(sign in words for sign in signs)
+
+
+def unexpected(rank: int, error: BaseException) -> RunError:
+    """What the other ranks are told when this one stops with an error that is not the user's."""
+    return RunError(
+        f"Rank {rank} stopped with an error of its own.",
+        where=f"rank {rank}",
+        seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        next_step="its traceback stands above; please report it",
+    )
+
+
+def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseException) -> RunError:
+    """Out of memory, beside what the plan predicted for this device."""
+    if plan.prediction is None:
+        predicted = "the plan has no prediction"
+    else:
+        lane_says = plan.prediction.lanes[lane]
+        parts = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in sorted(lane_says.parts.items(), key=lambda item: -item[1])
+        )
+        predicted = f"predicted peak {format_bytes(lane_says.peak_bytes)} of {format_bytes(lane_says.limit_bytes)}"
+        predicted += f" ({parts})" if parts else ""
+    return RunError(
+        f"Device {device} ran out of memory.",
+        where=f"lane {lane}, step {step + 1}",
+        seen=f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; {predicted}",
+        next_step="plan again with less memory in use: --fix recompute=full, smaller microbatches, more stages, "
+        "or --fix zero1=true",
+    )
+
+
+def verify_ranks(store: Any, rank: int, world: int, token: str, timeout_s: float) -> None:
+    """All ranks must present the same token (plan hash, model hash, versions). RunError naming those that differ.
+
+    Every rank writes its token; rank 0 reads all, and its verdict goes back to everyone.
+    """
+    from datetime import timedelta
+
+    store.set(f"pipefit/token/{rank}", token)
+    if rank == 0:
+        tokens = []
+        for other in range(world):
+            try:
+                store.wait([f"pipefit/token/{other}"], timedelta(seconds=timeout_s))
+            except RuntimeError:
+                tokens.append("")
+                continue
+            tokens.append(store.get(f"pipefit/token/{other}").decode())
+        store.set("pipefit/verdict", json.dumps(tokens))
+    store.wait(["pipefit/verdict"], timedelta(seconds=2 * timeout_s))
+    tokens = json.loads(store.get("pipefit/verdict").decode())
+    missing = [i for i, other in enumerate(tokens) if not other]
+    if missing:
+        raise RunError(
+            f"These ranks did not start: {_names(missing)}.",
+            where="start of the run",
+            seen=f"{world - len(missing)} of {world} ranks within {timeout_s:g} s",
+        )
+    common = max(set(tokens), key=lambda value: (tokens.count(value), value == tokens[0]))
+    differing = [i for i, other in enumerate(tokens) if other != common]
+    if differing:
+        raise RunError(
+            f"These ranks have another plan, model or software than the others: {_names(differing)}.",
+            where="start of the run",
+            seen=f"{tokens[differing[0]]} on rank {differing[0]}, {common} on rank {tokens.index(common)}",
+            allowed="the same plan file, model and package versions on all hosts (plan/model/versions)",
+            next_step="copy the plan file to all hosts, or keep it in a folder that they share",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """A fault that a test asked for: `PIPEFIT_FAULT=kind@rank,step` (kinds: oom, kill, stop, error, plan)."""
+
+    kind: str
+    rank: int
+    step: int
+
+    def strike(self, rank: int, step: int) -> None:
+        """Fail now, if it is this rank's and step's turn."""
+        if (rank, step) != (self.rank, self.step):
+            return
+        if self.kind == "oom":
+            raise MemoryError("injected: out of memory")
+        if self.kind == "error":
+            raise RuntimeError("injected: an error that nobody foresaw")
+        if self.kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+
+
+def injected() -> Injected | None:
+    """The fault named by the environment, if any."""
+    text = os.environ.get("PIPEFIT_FAULT", "")
+    if not text:
+        return None
+    kind, _, place = text.partition("@")
+    rank, _, step = place.partition(",")
+    return Injected(kind, int(rank), int(step or 0))
+
+
+def _read_fault(store: Any) -> PipefitError:
+    record = json.loads(store.get(_FAULT).decode())
+    return RunError(record.pop("what"), **record)
+
+
+def _store_gone(error: RuntimeError) -> RunError:
+    return RunError(
+        "The rendezvous store is gone: the host that started the run died or left.",
+        where="MASTER_ADDR",
+        seen=str(error).splitlines()[0],
+        next_step="look at that host's log; continue with --resume RUN_DIR",
+    )
+
+
+def _names(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

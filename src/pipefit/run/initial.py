@@ -1,0 +1,71 @@
+"""Initial values of parameters: a function of (seed, global name) alone, whatever the layout.
+
+A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block), so a rank draws only the
+blocks that it holds. What a parameter is for is read off the graphs: scales of norms start at one, biases at zero,
+everything else is normal with the family's `initializer_range` (GPT-2 paper and Hugging Face configurations: 0.02).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipefit.layout import Box
+from pipefit.model.graph import Model
+
+Kind = Literal["normal", "ones", "zeros"]
+
+_BLOCK = 1 << 20
+"""Elements drawn from one generator, about: rows are never divided."""
+
+_ROLES: Mapping[str, Sequence[Kind]] = {
+    "rms_norm": ("normal", "ones"),
+    "layer_norm": ("normal", "ones", "zeros"),
+    "linear": ("normal", "normal", "zeros"),
+}
+
+
+def kinds_of(model: Model) -> dict[str, Kind]:
+    """Global name -> how the parameter starts, from the operators that read it."""
+    kinds: dict[str, Kind] = {}
+    for layer in model.layers:
+        graph = model.layer_graph(layer)
+        local = {spec.name: layer.parameters[spec.name] for spec in graph.parameters}
+        for name in local.values():
+            kinds.setdefault(name, "normal")
+        for operator in graph.operators:
+            for place, value in enumerate(operator.inputs):
+                roles = _ROLES.get(operator.kind, ())
+                if value in local and place < len(roles) and roles[place] != "normal":
+                    kinds[local[value]] = roles[place]
+    return kinds
+
+
+def initial_value(name: str, shape: Sequence[int], kind: Kind, std: float, seed: int, box: Box) -> Tensor:
+    """The part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
+    sizes = [stop - start for start, stop in box]
+    if kind != "normal":
+        return torch.full(sizes, 1.0 if kind == "ones" else 0.0)
+    if not shape:
+        return torch.empty(()).normal_(0.0, std, generator=_generator(seed, name, 0))
+    inner = math.prod(shape[1:])
+    rows = max(1, _BLOCK // max(1, inner))
+    result = torch.empty(sizes)
+    start, stop = box[0]
+    columns = tuple(slice(low, high) for low, high in box[1:])
+    for block in range(start // rows, -(-stop // rows)):
+        first, last = block * rows, min((block + 1) * rows, shape[0])
+        values = torch.empty(last - first, *shape[1:]).normal_(0.0, std, generator=_generator(seed, name, block))
+        low, high = max(first, start), min(last, stop)
+        result[low - start : high - start] = values[(slice(low - first, high - first), *columns)]
+    return result
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    key = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)

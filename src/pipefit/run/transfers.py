@@ -1,0 +1,135 @@
+"""What this device sends and receives for every edge of a plan: one code path for all pairs of grids.
+
+Pure: forms and boxes in, pieces out; the worker turns pieces into messages. A tensor crosses an edge in its wire
+layout (`plan.types.Wire`); the messages are the overlaps that `layout.moves` gives, so equal grids, uneven
+replicas and different shard counts all come from the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipefit.errors import PlanError
+from pipefit.layout import AxisName, Box, Form, Group, holding, moves, parse_form
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One message of a transfer, seen from one side."""
+
+    peer: int
+    "The other device."
+    box: Box
+    "The part of this device's own local tensor that is sent or filled."
+    whole: bool
+    "Whether the box is all of the local tensor."
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What a device sends of one tensor."""
+
+    sum_over: tuple[AxisName, ...]
+    "Axes of the sender's group over which partial sums are added before the tensor leaves."
+    shape: tuple[int, ...]
+    "Of the local tensor as the sender holds it."
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What a device receives of one tensor."""
+
+    shape: tuple[int, ...]
+    "Of the local tensor as the receiver holds it."
+    pieces: tuple[Piece, ...]
+    zero: bool
+    "Whether nothing arrives and zeros stand for it: a partial sum that another position receives in full."
+
+
+def outgoing(
+    shape: Sequence[int],
+    source: Group,
+    sent: Sequence[str],
+    wire: Sequence[str],
+    target: Group,
+    received: Sequence[str],
+    device: int,
+) -> Outgoing:
+    """The messages that `device` of `source` sends of a tensor of global `shape`.
+
+    `sent` is how the sender holds it, `wire` how it leaves: equal, or with partial sums added (P to I or G), or
+    with a replicated tensor cut (I to G). Raises PlanError for any other conversion.
+    """
+    held, leaves = _forms(sent), _forms(wire)
+    sum_over = _partial_axes(source, held, leaves)
+    own = holding(shape, source, held, device)
+    pieces = tuple(
+        _piece(move.target, move.box, own)
+        for move in _messages(shape, source, leaves, target, _forms(received))
+        if move.source == device
+    )
+    return Outgoing(sum_over, _lengths(own), pieces)
+
+
+def incoming(
+    shape: Sequence[int], source: Group, wire: Sequence[str], target: Group, received: Sequence[str], device: int
+) -> Incoming:
+    """The messages that `device` of `target` receives of a tensor of global `shape`."""
+    leaves, wanted = _forms(wire), _forms(received)
+    own = holding(shape, target, wanted, device)
+    pieces = tuple(
+        _piece(move.source, move.box, own)
+        for move in _messages(shape, source, leaves, target, wanted)
+        if move.target == device
+    )
+    return Incoming(_lengths(own), pieces, not pieces)
+
+
+def _messages(
+    shape: Sequence[int], source: Group, wire: Sequence[Form], target: Group, received: Sequence[Form]
+) -> list:  # type: ignore[type-arg]
+    """`layout.moves`, where a whole tensor that arrives as a partial sum goes to position 0 of that axis only."""
+    leaving = {axis.name: form.kind for axis, form in zip(source.axes, wire, strict=True)}
+    single = [
+        axis.name
+        for axis, form in zip(target.axes, received, strict=True)
+        if form.kind == "P" and leaving.get(axis.name) != "P"
+    ]
+    return [
+        move
+        for move in moves(shape, source, wire, target, received)
+        if all(target.position(move.target, name) == 0 for name in single)
+    ]
+
+
+def _partial_axes(source: Group, sent: Sequence[Form], wire: Sequence[Form]) -> tuple[AxisName, ...]:
+    summed: list[AxisName] = []
+    for axis, before, after in zip(source.axes, sent, wire, strict=True):
+        if before == after or axis.size == 1:
+            continue
+        if before.kind == "P":
+            summed.append(axis.name)
+        elif before.kind != "I" or after.kind != "G":
+            raise PlanError(
+                f"A tensor in form {before} cannot leave as {after}.",
+                where=f"axis {axis.name!r} of the sender's group",
+                seen=f"{before} to {after}",
+                allowed="the same form, P to I or G (adds the partial sums), I to G (cuts)",
+                next_step="let it leave in the form it has; the receivers take what they need of it",
+            )
+    return tuple(summed)
+
+
+def _piece(peer: int, box: Box, own: Box) -> Piece:
+    local = tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, own, strict=True))
+    return Piece(peer, local, box == own)
+
+
+def _forms(texts: Sequence[str]) -> tuple[Form, ...]:
+    return tuple(map(parse_form, texts))
+
+
+def _lengths(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

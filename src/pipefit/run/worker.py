@@ -1,0 +1,368 @@
+"""The worker: interprets this rank's lane of a lowered plan over torch.distributed.
+
+Everything that can be settled before the first step is: the lane becomes a flat list of bound operations, one per
+action, over preallocated cells, rings and buckets. A step walks that list. Nothing in it waits for the device except
+where gloo itself must (a message, a reduction). A clock and a pacing hook stand between the actions: traces and the
+lab use them, and they cost nothing while they are off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipefit.errors import PlanError
+from pipefit.layout import Box, Group
+from pipefit.plan.types import Edge, Plan
+from pipefit.run.buckets import Bucket
+from pipefit.run.comms import Comms
+from pipefit.run.feed import Feed
+from pipefit.run.norm import clip_factor, counts, sum_of_squares
+from pipefit.run.optimizer import AdamW, OptimizerConfig, learning_rate
+from pipefit.run.reduce import Reducer
+from pipefit.run.stage import StageProgram
+from pipefit.run.wiring import Cell, Operation, Wiring, slots_of
+from pipefit.schedule.actions import Action
+from pipefit.simulate.timeline import Span
+
+Feeds = Sequence[Sequence[Feed]]
+"""feeds[microbatch][slice] of this rank."""
+
+Frozen = tuple[tuple[int, ...], Box, Tensor, bool]
+"""Of a parameter that is not trained: global shape, the box held here, the tensor, whether this lane saves it."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave, still on the device: reading a value waits for it."""
+
+    loss: Tensor
+    "Mean over the labels of the step, float64, the same on all ranks."
+    grad_norm: Tensor
+    "Global, before clipping, float64."
+    lr: float
+
+    def read(self) -> tuple[float, float]:
+        """(loss, gradient norm) as numbers; waits for the device once."""
+        pair = torch.stack((self.loss, self.grad_norm)).tolist()
+        return pair[0], pair[1]
+
+
+class Worker:
+    """One rank of a run.
+
+    `programs[stage]` for the stages of its lane; `buckets` hold their parameters; `world` is the process group of
+    all ranks of the plan (None for one). See `build.build_worker`, which makes all of these from a plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        device: int,
+        ranks: Mapping[int, int],
+        comms: Comms,
+        world: Any,
+        programs: Mapping[int, StageProgram],
+        buckets: Sequence[Bucket],
+        reducer: Reducer,
+        torch_device: torch.device,
+        dtype: torch.dtype,
+        shape_of: Callable[[Edge, int], Sequence[int]],
+        optimizer: OptimizerConfig,
+        master_dtype: torch.dtype,
+        frozen: Mapping[str, Frozen] | None = None,
+    ) -> None:
+        self.plan, self.device, self.ranks = plan, device, ranks
+        self.comms, self.world = comms, world
+        self.programs, self.buckets, self.reducer = programs, list(buckets), reducer
+        self.torch_device, self.dtype = torch_device, dtype
+        self.frozen = dict(frozen or {})
+        "Parameters that are not trained, by global name."
+        self.config = optimizer
+        self.lane = lane_of(plan, device)
+        self.group: Group = plan.lane_group(self.lane)
+        self.actions = plan.order.schedule().lanes[self.lane]
+        self.wiring = Wiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
+        self.optimizers = [_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
+        self.pace: Callable[[Action, float], None] | None = None
+        "Called after every action with its duration in seconds, while set; it may sleep (the lab)."
+        self.clock: Callable[[], float] = time.perf_counter
+        self.tracing = False
+        "Whether the next steps leave a trace."
+        self.trace: list[Span] = []
+        "The last traced step, as the simulator's timeline has it: seconds since this rank began the step."
+        self._feeds: Feeds = ()
+        self._loss = torch.zeros((), dtype=torch.float64, device=torch_device)
+        self._scalars = torch.zeros(2, dtype=torch.float64, device=torch_device)
+        self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
+        self._lr, self._count = 0.0, 0
+        self._counted = [counts(bucket, self.group, device) for bucket in buckets]
+        self._first_shard = self.group.position(device, "shard") == 0
+        self._shape_of = shape_of
+        self._operations = self._compile(self.actions)
+        self._evaluation: _Evaluation | None = None
+
+    def step(self, feeds: Feeds, step: int, divisor: int) -> StepResult:
+        """One training step. `feeds` as the step plan gives them to this rank; `divisor` the labels of the step."""
+        self._feeds = feeds
+        self._lr, self._count = learning_rate(self.config, step), step + 1
+        self._loss.zero_()
+        self._scalars.zero_()
+        self.reducer.zero()
+        for program in self.programs.values():
+            program.begin_step(step, divisor)
+        if self.tracing or self.pace is not None:
+            self._walk_slowly()
+        else:
+            for operation in self._operations:
+                operation()
+        self.wiring.flush()
+        self.reducer.finish_gathers()
+        self._feeds = ()
+        return StepResult(self._scalars[1] / divisor, self._norm.clone(), self._lr)
+
+    def evaluate(self, feeds: Sequence[Feed], divisor: int) -> Tensor:
+        """The mean loss of one batch, forward only: `feeds[microbatch]` hold whole sequences, also under slices."""
+        if self._evaluation is None:
+            self._evaluation = _Evaluation(self, self._shape_of)
+        return self._evaluation.run(feeds) / divisor
+
+    def synchronise_masters(self) -> None:
+        """Take the parameters as they now are for the optimizer's master copies (after loading weights)."""
+        for optimizer in self.optimizers:
+            optimizer.adopt()
+
+    def _walk_slowly(self) -> None:
+        clock, trace = self.clock, []
+        begin = clock()
+        wait = torch.cuda.synchronize if self.torch_device.type == "cuda" else None
+        for action, operation in zip(self.actions, self._operations, strict=True):
+            start = clock()
+            operation()
+            if wait is not None:
+                wait()
+            if self.pace is not None:
+                self.pace(action, clock() - start)
+            trace.append(Span(self.lane, action, start - begin, clock() - begin))
+        if self.tracing:
+            self.trace = trace
+
+    # From actions to operations.
+
+    def _compile(self, actions: Sequence[Action]) -> list[Operation]:
+        slots = slots_of(actions)
+        last = {a.stage: index for index, a in enumerate(actions) if a.kind in ("B", "W")}
+        operations: list[Operation] = []
+        for index, action in enumerate(actions):
+            if action.kind == "F":
+                operations.append(self._forward(action))
+            elif action.kind in ("B", "I", "W"):
+                operation = self._weight(action) if action.kind == "W" else self._backward(action)
+                if last[action.stage] == index:
+                    operation = self._overlapped(operation, action.stage)
+                operations.append(operation)
+            elif action.kind in ("SEND_F", "SEND_B"):
+                operations.append(self.wiring.send(action))
+            elif action.kind in ("RECV_F", "RECV_B"):
+                operations.append(self.wiring.receive(action, slots[index]))
+            else:
+                operations.append(self._once(action))
+        return operations
+
+    def _forward(self, action: Action) -> Operation:
+        stage, microbatch, slice_ = action.stage, action.microbatch, action.slice
+        call = self.programs[stage].forward
+        takes = self._cells(action, incoming=True, way="F")
+        gives = self._cells(action, incoming=False, way="F")
+        adds_loss = stage == _last_stage(self.plan) and self._first_shard
+
+        def forward() -> None:
+            inputs = {name: cell.take() for name, cell in takes}
+            outputs = call(microbatch, slice_, inputs, self._feeds[microbatch][slice_])
+            for name, cell in gives:
+                cell.tensor = outputs[name]
+            if adds_loss:
+                self._loss += outputs["loss"]
+
+        return forward
+
+    def _backward(self, action: Action) -> Operation:
+        stage, microbatch, slice_ = action.stage, action.microbatch, action.slice
+        program = self.programs[stage]
+        call = program.backward if action.kind == "B" else program.backward_input
+        takes = self._cells(action, incoming=False, way="B")
+        gives = self._cells(action, incoming=True, way="B")
+        names = [name for name, _ in takes]
+
+        def backward() -> None:
+            inputs = {name: cell.take() for name, cell in takes}
+            outputs = call(microbatch, slice_, inputs)
+            for name, cell in gives:
+                cell.tensor = outputs[name]
+
+        def backward_of_many() -> None:
+            inputs: dict[str, Tensor] = {}
+            for name, cell in takes:
+                value = cell.take()
+                inputs[name] = inputs[name] + value if name in inputs else value
+            outputs = call(microbatch, slice_, inputs)
+            for name, cell in gives:
+                cell.tensor = outputs[name]
+
+        return backward if len(set(names)) == len(names) else backward_of_many
+
+    def _weight(self, action: Action) -> Operation:
+        microbatch, slice_ = action.microbatch, action.slice
+        call = self.programs[action.stage].backward_weight
+
+        def weight() -> None:
+            call(microbatch, slice_)
+
+        return weight
+
+    def _overlapped(self, operation: Operation, stage: int) -> Operation:
+        """The stage's last backward: finished layers start their reductions while it still runs."""
+        program, ready = self.programs[stage], self.reducer.ready(stage)
+
+        def last_backward() -> None:
+            program.on_layer_gradients = ready
+            operation()
+            program.on_layer_gradients = None
+
+        return last_backward
+
+    def _once(self, action: Action) -> Operation:
+        stage = action.stage
+        if action.kind == "REDUCE":
+            # Tied sums wait for both lanes' own reductions: `Reducer.finish`, just before the norm, makes them.
+            return _nothing if action.what else lambda: self.reducer.reduce(stage)
+        if action.kind == "NORM":
+            return self._take_norm
+        if action.kind == "STEP":
+            return self._update
+        if action.kind == "GATHER":
+            return lambda: self.reducer.gather(stage)
+        raise PlanError(
+            "This action is not run yet.", where=f"lane {self.lane}", seen=str(action), allowed="all kinds but FREE"
+        )
+
+    def _take_norm(self) -> None:
+        self.reducer.finish()
+        pieces = [b.gradients[slice(*b.owned)] for b, own in zip(self.buckets, self._counted, strict=True) if own]
+        self._scalars[0] = sum_of_squares(pieces, self.torch_device)
+        self._scalars[1] = self._loss
+        if self.world is not None:
+            dist.all_reduce(self._scalars, group=self.world)
+        self._norm = self._scalars[0].sqrt()
+
+    def _update(self) -> None:
+        factor = clip_factor(self._norm, self.config.max_norm) if self.config.max_norm else None
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
+            gradient = bucket.gradients[slice(*bucket.owned)]
+            if factor is not None:
+                gradient.mul_(factor)
+            optimizer.step(gradient, self._lr, self._count)
+
+    def _cells(self, action: Action, incoming: bool, way: str) -> list[tuple[str, Cell]]:
+        """The cells of the stage's in-edges or out-edges for the tensor (way F) or its gradient (way B)."""
+        edges = [e for e in self.plan.edges if (e.target if incoming else e.source) == action.stage]
+        return [
+            (e.tensor, self.wiring.cell((e.source, e.target, e.tensor, way), action.microbatch, action.slice))
+            for e in edges
+        ]
+
+
+class _Evaluation:
+    """The forward part of a lane, over whole sequences: the plan's own order without its backward actions.
+
+    Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock.
+    """
+
+    def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
+        self.worker = worker
+        plan = worker.plan
+        self.wiring = Wiring(
+            plan,
+            worker.lane,
+            worker.device,
+            worker.comms,
+            worker.ranks,
+            worker.torch_device,
+            worker.dtype,
+            lambda edge, _: shape_of(edge, -1),
+        )
+        self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F") and a.slice == 0]
+        slots = slots_of(self.actions)
+        self.operations = []
+        for index, action in enumerate(self.actions):
+            if action.kind == "F":
+                self.operations.append(self._forward(action))
+            elif action.kind == "SEND_F":
+                self.operations.append(self.wiring.send(action))
+            else:
+                self.operations.append(self.wiring.receive(action, slots[index]))
+        self.feeds: Sequence[Feed] = ()
+        self.loss = torch.zeros((), dtype=torch.float64, device=worker.torch_device)
+
+    def run(self, feeds: Sequence[Feed]) -> Tensor:
+        self.feeds = feeds
+        self.loss.zero_()
+        for operation in self.operations:
+            operation()
+        self.wiring.flush()
+        if self.worker.world is not None:
+            dist.all_reduce(self.loss, group=self.worker.world)
+        return self.loss.clone()
+
+    def _forward(self, action: Action) -> Operation:
+        worker, microbatch = self.worker, action.microbatch
+        call = worker.programs[action.stage].evaluate
+
+        def cells(incoming: bool) -> list[tuple[str, Cell]]:
+            return [
+                (e.tensor, self.wiring.cell((e.source, e.target, e.tensor, "F"), microbatch, 0))
+                for e in worker.plan.edges
+                if (e.target if incoming else e.source) == action.stage
+            ]
+
+        takes, gives = cells(True), cells(False)
+        adds_loss = action.stage == _last_stage(worker.plan) and worker._first_shard
+
+        def forward() -> None:
+            outputs = call({name: cell.take() for name, cell in takes}, self.feeds[microbatch])
+            for name, cell in gives:
+                cell.tensor = outputs[name]
+            if adds_loss:
+                self.loss += outputs["loss"]
+
+        return forward
+
+
+def lane_of(plan: Plan, device: int) -> int:
+    """The lane of a device. PlanError if it holds no stage."""
+    for stage, lane in enumerate(plan.order.placement):
+        if device in plan.groups[plan.stages[stage].group].devices:
+            return lane
+    raise PlanError("The device holds no stage.", seen=f"device {device}", allowed=f"{plan.devices}")
+
+
+def _last_stage(plan: Plan) -> int:
+    """The stage that makes the loss: the only one without an edge to another."""
+    sources = {edge.source for edge in plan.edges}
+    return max(stage for stage in range(len(plan.stages)) if stage not in sources)
+
+
+def _optimizer(bucket: Bucket, master_dtype: torch.dtype, config: OptimizerConfig) -> AdamW:
+    entry = bucket.entries[0]
+    return AdamW(bucket.parameters[slice(*bucket.owned)], master_dtype, config, entry.decays)
+
+
+def _nothing() -> None:
+    return None
