@@ -6,13 +6,13 @@ largest over its replicas and shard positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCost, LayerCosts
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
@@ -70,11 +70,16 @@ def stage_cost(
     stage: StageWork, tokens: int, past: int, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> StageCost:
     """Sums over the stage's layers, for the worst device of its group."""
-    worst = [
-        _device_cost(stage, replica, position, tokens, past, work, network, layers)
-        for replica, position in _distinct_places(stage, network)
-    ]
+    worst = [_sum_layers(costs) for costs in _costs_by_place(stage, tokens, past, work.precision, network, layers)]
     return StageCost(*(max(column) for column in zip(*worst, strict=True)))
+
+
+def layer_costs(stage: StageWork, precision: Precision, network: Network, layers: LayerCosts) -> list[LayerCost]:
+    """Of every layer of a stage alone: a whole row of tokens, the worst over the devices of the group."""
+    by_place = list(_costs_by_place(stage, sum(stage.slices), 0, precision, network, layers))
+    if len(by_place) == 1:
+        return by_place[0]
+    return [_worst(each) for each in zip(*by_place, strict=True)]
 
 
 def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
@@ -147,32 +152,26 @@ def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int]
     return list(found.values())
 
 
-def _device_cost(
-    stage: StageWork,
-    replica: int,
-    position: int,
-    tokens: int,
-    past: int,
-    work: PipelineWork,
-    network: Network,
-    layers: LayerCosts,
-) -> tuple[float, ...]:
-    kind = network.kinds[_device_at(stage, replica, position)]
-    rings = shard_rings(stage)
-    collective = _shard_collective(network, rings) if len(rings[0]) > 1 else None
-    each = [
-        layers.layer(
-            graphs[min(position, len(graphs) - 1)],
-            (stage.rows[replica], tokens, past),
-            kind,
-            work.precision,
-            stage.recompute,
-            collective,
-            rings if collective else None,
-        )
-        for graphs in stage.layers
-    ]
-    return _sum_layers(each)
+def _costs_by_place(
+    stage: StageWork, tokens: int, past: int, precision: Precision, network: Network, layers: LayerCosts
+) -> Iterator[list[LayerCost]]:
+    """The cost of every layer, for each distinct device of the group."""
+    rings = shard_rings(stage) if stage.group.axis("shard").size > 1 else None
+    collective = _shard_collective(network, rings) if rings else None
+    for replica, position in _distinct_places(stage, network):
+        kind = network.kinds[_device_at(stage, replica, position)]
+        place = (stage.rows[replica], tokens, past)
+        yield [
+            layers.layer(
+                graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings
+            )
+            for graphs in stage.layers
+        ]
+
+
+def _worst(each: Sequence[LayerCost]) -> LayerCost:
+    columns = zip(*((getattr(cost, field.name) for field in fields(LayerCost)) for cost in each), strict=True)
+    return LayerCost(*map(max, columns))
 
 
 def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:

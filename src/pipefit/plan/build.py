@@ -14,8 +14,8 @@ from pipefit.cost.roofline import LayerCosts, Roofline
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
-from pipefit.layout import split
 from pipefit.model.graph import Model, Module
+from pipefit.plan.cut import LayerTables, cost_cuts, layer_tables
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.order import make_order
 from pipefit.plan.sharded import Programs
@@ -51,9 +51,9 @@ class Workbench:
         return self.model.modules[0]
 
     def parts(self, job: Job, decisions: Decisions) -> Parts:
-        """Groups, stages and edges of these decisions, whose cuts are given or even."""
+        """Groups, stages and edges of these decisions; layers are cut by their costs where no cuts are given."""
         module = self.module
-        cuts = decisions.cuts or even_cuts(len(module.layers), decisions.stage_count)
+        cuts = decisions.cuts or cost_cuts(decisions, self.tables(job, decisions))
         stages = make_stages(module, decisions, cuts, self.programs)
         zero1 = decisions.zero1 and len(decisions.replicas) > 1
         return Parts(
@@ -67,6 +67,10 @@ class Workbench:
             slices=decisions.slices or (job.sequence,),
             split_state=(zero1,) * len(stages),
         )
+
+    def tables(self, job: Job, decisions: Decisions) -> LayerTables:
+        """What every layer would cost on the devices of every stage."""
+        return layer_tables(job, decisions, self.programs, self.module.name, self.network, self.layers)
 
     def costs(self, parts: Parts) -> CostTable:
         """The cost table of these parts."""
@@ -107,8 +111,3 @@ def build_plan(
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     parts = bench.parts(job, decisions)
     return bench.plan(parts, decisions, bench.costs(parts))
-
-
-def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """Boundaries that give every stage the same number of layers, the first ones one more if need be."""
-    return tuple(start for start, _ in split(layers, (1,) * stages)[1:])
