@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.layout import Box, box_size
-from pipefit.run.checkpoint_pieces import Chunk, Piece
+from pipefit.run.checkpoint_pieces import Chunk, Piece, as_bytes
 
 
 def gather_full(
@@ -55,7 +55,7 @@ def _gather(
     if rank != 0:
         for box, holder in owners.items():
             if holder == rank:
-                dist.send(_as_bytes(own[box].data), dst=_global(group, 0), group=group)
+                dist.send(as_bytes(own[box].data), dst=_global(group, 0), group=group)
         return None
     whole = torch.empty(shape, dtype=dtype)
     for box, holder in owners.items():
@@ -64,14 +64,9 @@ def _gather(
             target.copy_(own[box].data)
             continue
         buffer = torch.empty(target.shape, dtype=dtype)
-        dist.recv(_as_bytes(buffer), src=_global(group, holder), group=group)
+        dist.recv(as_bytes(buffer), src=_global(group, holder), group=group)
         target.copy_(buffer)
     return whole
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as uint8 on the CPU (a view where it is contiguous there), so that any dtype can be sent."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _global(group: dist.ProcessGroup | None, rank: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from pipefit.errors import CheckpointError, FormatError
 MANIFEST = "checkpoint.json"
 FORMAT = "pipefit-checkpoint"
 VERSION = 1
+
+DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""What a tensor may consist of, by torch's names."""
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _FILE = re.compile(r"tensors-\d+\.safetensors")
@@ -108,9 +114,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = from_data(Manifest, data, str(path))
     except FormatError as error:
         raise _damaged(path, error.what) from None
-    for name in manifest.files:
-        if not _FILE.fullmatch(name):
-            raise _damaged(path, f"it names a file {name!r}, which is no part of a checkpoint")
+    fault = _find_fault(manifest)
+    if fault is not None:
+        raise _damaged(path, fault)
     return manifest
 
 
@@ -178,6 +184,25 @@ def complete_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
                 continue
             found.append((folder, manifest))
     return sorted(found, key=lambda entry: (entry[1].serial, entry[0].name))
+
+
+def _find_fault(manifest: Manifest) -> str | None:
+    """What in a manifest contradicts itself, so that a forged one is refused too; None if nothing does."""
+    for name in manifest.files:
+        if not _FILE.fullmatch(name):
+            return f"it names a file {name!r}, which is no part of a checkpoint"
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in DTYPES:
+            return f"{name} has the unknown dtype {tensor.dtype!r}"
+        for chunk in tensor.chunks:
+            places = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=False)
+            if len(chunk.offsets) != len(tensor.shape) or len(chunk.sizes) != len(tensor.shape):
+                return f"{name} has a chunk of another number of dimensions"
+            if chunk.file not in manifest.files or not all(o >= 0 and n > 0 and o + n <= m for o, n, m in places):
+                return f"{name} has a chunk that lies outside of it"
+        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+            return f"the chunks of {name} do not cover it"
+    return None
 
 
 def _checksum(data: Any) -> str:

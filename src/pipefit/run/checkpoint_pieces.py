@@ -68,6 +68,12 @@ class Chunk:
         return tuple(stop - start for start, stop in self.box)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as one-dimensional uint8 on the CPU, in row-major order: a view where they lie so already."""
+    data = tensor.detach().cpu().contiguous()
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+
+
 def flat_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes whose elements, one after the other, are elements start to stop of a tensor in row-major order."""
     if start >= stop:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from torch.futures import Future
 from pipefit.errors import CheckpointError
 from pipefit.run import checkpoint_files as files
 from pipefit.run.checkpoint_manifest import (
+    DTYPES,
     FORMAT,
     MANIFEST,
     VERSION,
@@ -42,13 +44,10 @@ from pipefit.run.checkpoint_manifest import (
     manifest_bytes,
     read_manifest,
 )
+from pipefit.run.checkpoint_pieces import as_bytes
 
-_SAFE_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFE_DTYPES}
+_SAFE_NAMES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+_SAFE_DTYPES = {getattr(torch, name): safe for name, safe in zip(DTYPES, _SAFE_NAMES, strict=True)}
 _BLOCK = 1 << 24
 
 
@@ -119,7 +118,7 @@ class ManifestWriter(StorageWriter):
             for item in plan.items:
                 data = planner.resolve_data(item)
                 assert isinstance(data, torch.Tensor)
-                content = memoryview(data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                content = memoryview(as_bytes(data).numpy())
                 for start in range(0, len(content), _BLOCK):
                     files.write(file, content[start : start + _BLOCK])
                     digest.update(content[start : start + _BLOCK])
@@ -172,7 +171,7 @@ class ManifestReader(StorageReader):
         entries: dict[str, Any] = {}
         for name, tensor in manifest.tensors.items():
             entries[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=_DTYPES[tensor.dtype]),
+                properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
                 size=torch.Size(tensor.shape),
                 chunks=[ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
             )
@@ -190,24 +189,38 @@ class ManifestReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy every item's box from its file (memory-mapped) into the tensor that the planner names."""
-        from safetensors import safe_open
-
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             chunk = self._place(item.storage_index)
             by_file.setdefault(chunk.file, []).append((item, chunk))
         for name, items in sorted(by_file.items()):
-            with safe_open(self._folder / name, framework="pt") as file:
-                for item, chunk in items:
-                    runs = zip(item.storage_offsets, item.lengths, strict=True)
-                    box = tuple(slice(start, start + length) for start, length in runs)
-                    source = file.get_slice(chunk.key)[box] if box else file.get_tensor(chunk.key)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(source)
-                    planner.commit_tensor(item, target)
+            self._read_file(self._folder / name, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_file(self, path: Path, items: list[Any], planner: LoadPlanner) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                for item, chunk in items:
+                    runs = zip(item.storage_offsets, item.lengths, strict=True)
+                    box = tuple(slice(start, start + length) for start, length in runs)
+                    stored = file.get_slice(chunk.key)
+                    if tuple(stored.get_shape()) != chunk.sizes:
+                        raise SafetensorError(f"{chunk.key} is {stored.get_shape()}, not {list(chunk.sizes)}")
+                    source = stored[box] if box else file.get_tensor(chunk.key)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(source)
+                    planner.commit_tensor(item, target)
+        except SafetensorError as error:
+            raise CheckpointError(
+                "A file of the checkpoint does not hold the tensors that the manifest says.",
+                where=str(path),
+                seen=error,
+                next_step="restore the file, or resume from an earlier checkpoint",
+            ) from None
 
     def _place(self, index: MetadataIndex) -> StoredChunk:
         assert index.offset is not None
@@ -243,7 +256,7 @@ def _header(items: list[WriteItem]) -> tuple[bytes, list[str], int]:
 def _item_bytes(item: WriteItem) -> int:
     data = item.tensor_data
     assert data is not None
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+    return int(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize)
 
 
 def _stored_chunk(item: WriteItem, file: str, key: str) -> StoredChunk:
