@@ -227,7 +227,7 @@ def _check_pieces(checkpoint: Path, manifest: Manifest, pieces: Sequence[Piece])
 
 
 def _together(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_0: bool = False) -> T:
-    """`work()` on every rank; if it raises a PipefitError or OSError on one, every rank raises that one's error.
+    """`work()` on every rank; if it raises on one, every rank raises that one's error (an OSError told as ours).
 
     `from_rank_0`: every rank returns what rank 0 found.
     """
@@ -235,10 +235,10 @@ def _together(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_
     error: Exception | None = None
     try:
         result = work()
-    except PipefitError as problem:
-        error = problem
     except OSError as problem:
         error = CheckpointError("The checkpoint folder cannot be used.", where=str(problem))
+    except Exception as problem:
+        error = problem
     if _size(group) > 1:
         everyone: list[Any] = [None] * _size(group)
         dist.all_gather_object(everyone, (result if from_rank_0 else None, error), group=group)
