@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.memory import COMPUTE_BYTES, Precision
@@ -20,6 +20,20 @@ from pipefit.model.ops.saved import effective_recompute, element_bytes, kept
 from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
 
 Recompute = Literal["none", "selective", "full"]
+
+
+class Place(NamedTuple):
+    """The sizes of one microbatch and slice on one device."""
+
+    rows: int
+    "Symbol B."
+    tokens: int
+    "Symbol T: of the slice."
+    past: int
+    "Symbol P: tokens of earlier slices that are attended to."
+    own_tokens: int
+    "Symbol S: this device's part of the tokens where a shard program splits them."
+
 
 CollectiveTime = Callable[[str, float], float]
 """(kind of collective, bytes of the whole tensor) -> seconds over the shard axis in question."""
@@ -54,14 +68,14 @@ class LayerCosts(Protocol):
     def layer(
         self,
         graph: Graph,
-        symbols: tuple[int, int, int],
+        place: Place,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
         collective: CollectiveTime | None = None,
         collective_key: object = None,
     ) -> LayerCost:
-        """The cost of `graph` for symbols (B rows, T tokens, P earlier tokens)."""
+        """The cost of `graph` for these sizes."""
         ...
 
 
@@ -80,7 +94,7 @@ class Roofline:
     def layer(
         self,
         graph: Graph,
-        symbols: tuple[int, int, int],
+        place: Place,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -89,23 +103,23 @@ class Roofline:
     ) -> LayerCost:
         """The cost of `graph`. `collective` is needed where the graph holds collectives; `collective_key` names it."""
         self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
-        key = (id(graph), symbols, kind.name, precision, recompute, collective_key)
+        key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
-            self._known[key] = _layer(graph, symbols, kind, precision, recompute, collective)
+            self._known[key] = _layer(graph, place, kind, precision, recompute, collective)
         return self._known[key]
 
 
 def _layer(
     graph: Graph,
-    place: tuple[int, int, int],
+    place: Place,
     kind: DeviceKind,
     precision: Precision,
     recompute: Recompute,
     collective: CollectiveTime | None,
 ) -> LayerCost:
-    symbols = {"B": place[0], "T": place[1], "P": place[2]}
+    symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
     width = COMPUTE_BYTES[precision]
-    if place[0] == 0:
+    if place.rows == 0:
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     times = [_operator(graph, operator, symbols, kind, precision, collective) for operator in graph.operators]
     forward_s, input_s, weight_s = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)

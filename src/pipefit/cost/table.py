@@ -14,9 +14,10 @@ import numpy as np
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCost, LayerCosts
+from pipefit.cost.roofline import LayerCost, LayerCosts, Place
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+from pipefit.layout import split
 
 ACTION_OVERHEAD_S = 20e-6
 """Assumed: what the interpreter of the run needs per action beside the operators."""
@@ -160,7 +161,8 @@ def _costs_by_place(
     collective = _shard_collective(network, rings) if rings else None
     for replica, position in _distinct_places(stage, network):
         kind = network.kinds[_device_at(stage, replica, position)]
-        place = (stage.rows[replica], tokens, past)
+        start, stop = split(tokens, stage.group.axis("shard").shares)[position]
+        place = Place(stage.rows[replica], tokens, past, stop - start)
         yield [
             layers.layer(
                 graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings

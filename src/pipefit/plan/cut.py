@@ -10,6 +10,7 @@ from pipefit.cost.roofline import LayerCost, LayerCosts
 from pipefit.cost.table import layer_costs, state_share
 from pipefit.cost.work import StageWork
 from pipefit.layout import split
+from pipefit.plan.bounds import in_flight
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.partition import partition
 from pipefit.plan.sharded import Programs
@@ -38,17 +39,6 @@ class LayerTables:
             [static + flight * cost.saved_bytes for static, cost in zip(statics, costs, strict=True)]
             for statics, costs, flight in zip(self.static_bytes, self.costs, flights, strict=True)
         ]
-
-
-def in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
-    """The least number of microbatches whose activations a stage of a chain holds at once under a schedule.
-
-    GPipe holds all of them, 1F1B as many as there are stages to the end (Narayanan et al. 2021); of any other order
-    only one is certain. A lower bound, so what it rules out cannot fit.
-    """
-    if schedule == "gpipe":
-        return microbatches
-    return min(microbatches, stages - stage) if schedule == "1f1b" else 1
 
 
 def cost_cuts(decisions: Decisions, tables: LayerTables) -> tuple[int, ...]:
