@@ -116,7 +116,7 @@ def _receive_slots(graph: TaskGraph, transfers: Ints, times: Times) -> tuple[Int
     place[by_time] = np.arange(len(compute))
     key = np.maximum(np.searchsorted(times.start_s[by_time], issue, side="left"), place[producer] + 1)
     rank = np.empty(len(transfers), dtype=np.int64)
-    rank[np.lexsort((transfers, place[consumer], place[producer], key))] = np.arange(len(transfers))
+    rank[np.lexsort((transfers, place[producer], key))] = np.arange(len(transfers))
 
     # Rows of a lane ascend in place, so one search in (lane, place) finds where the consumer's lane stands.
     lane = graph.lane[consumer]

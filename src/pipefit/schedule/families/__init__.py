@@ -1,7 +1,8 @@
 """The schedule families: one file each, found by walking this package.
 
-A family's module defines `name` (what the user types) and `build(problem) -> Schedule`, a pure function that
-returns a computed schedule: compute actions only, to be lowered by `pipefit.schedule.lower`.
+A family's module defines `name` (what the user types), `build(problem) -> Schedule`, a pure function that returns a
+computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), and, where it is not one stage
+per lane, `placement(devices)`, the placement that it is meant for.
 """
 
 from __future__ import annotations
@@ -10,12 +11,24 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.problem import Problem
+from pipefit.schedule.problem import Problem, linear
 
-Family = Callable[[Problem], Schedule]
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One way of ordering the work; call it with a problem to get a schedule."""
+
+    name: str
+    build: Callable[[Problem], Schedule]
+    placement: Callable[[int], tuple[int, ...]]
+    "Number of devices -> the placement that the family is meant for."
+
+    def __call__(self, problem: Problem) -> Schedule:
+        return self.build(problem)
 
 
 def family(name: str) -> Family:
@@ -38,7 +51,7 @@ def _find() -> Mapping[str, Family]:
             continue
         module = importlib.import_module(f"{__name__}.{entry.name}")
         assert module.name not in found, f"two families are called {module.name}"
-        found[module.name] = module.build
+        found[module.name] = Family(module.name, module.build, getattr(module, "placement", linear))
     return found
 
 

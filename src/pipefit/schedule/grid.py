@@ -1,0 +1,119 @@
+"""A schedule as a grid in time: a row a lane, a cell an action as wide as it takes, dots where the lane is idle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pipefit.cost.types import CostTable
+from pipefit.schedule.actions import COMPUTE, Action, Schedule
+from pipefit.schedule.compile import Times, run, task_graph
+from pipefit.schedule.problem import Edge, uniform_costs
+
+WIDEST = 4_000
+"""Characters of a row beyond which times are drawn in proportion only."""
+
+COLOURS = {"F": "white on blue", "I": "black on cyan", "W": "black on green", "B": "black on yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of a row: an action, or idle time where `action` is None."""
+
+    text: str
+    action: Action | None
+
+
+def grid_rows(
+    schedule: Schedule, costs: CostTable | None = None, edges: tuple[Edge, ...] | None = None
+) -> tuple[tuple[Cell, ...], ...]:
+    """The cells of every lane's row. Without `costs`, F, I and W take one unit each and B two.
+
+    Compute actions are shown. If all times are multiples of one unit, every column is that unit; otherwise
+    a row has about `WIDEST / 16` characters and times are rounded to them.
+    """
+    costs = costs or uniform_costs(schedule.placement, edges)
+    graph = task_graph(schedule, None if schedule.is_lowered else edges)
+    times = run(graph, costs)
+    placed = []
+    for lane, actions in enumerate(schedule.lanes):
+        offset = int(graph.table.offset[lane])
+        tasks = [int(graph.task[offset + step]) for step in range(len(actions))]
+        placed.append(
+            [
+                (action, float(times.start_s[task]), float(times.stop_s[task]))
+                for action, task in zip(actions, tasks, strict=True)
+                if action.kind in COMPUTE
+            ]
+        )
+    crowded = schedule.stages > len(schedule.lanes)
+    labels = {action: _label(action, crowded) for lane in placed for action, _, _ in lane}
+    per_second = _scale(placed, labels, times)
+    end = round(max((stop for lane in placed for _, _, stop in lane), default=0.0) * per_second)
+    return tuple(_row(lane, labels, per_second, end) for lane in placed)
+
+
+def draw_grid(
+    schedule: Schedule, costs: CostTable | None = None, edges: tuple[Edge, ...] | None = None, colour: bool = False
+) -> str:
+    """The grid as text; with `colour`, cells are set in the markup of rich, which its console prints in colour."""
+    rows = grid_rows(schedule, costs, edges)
+    label = len(f"lane {len(rows) - 1}")
+    lines = []
+    for lane, row in enumerate(rows):
+        cells = "".join(_markup(cell) if colour else cell.text for cell in row)
+        lines.append(f"{f'lane {lane}'.ljust(label)}  {cells}".rstrip())
+    return "\n".join(lines)
+
+
+def _label(action: Action, crowded: bool) -> str:
+    """`F3`; with the stage before it, `7F3`, where a lane holds several."""
+    text = f"{action.kind}{action.microbatch}" + (f"/{action.slice}" if action.slice else "")
+    return f"{action.stage}{text}" if crowded else text
+
+
+def _scale(placed: Sequence[Sequence[tuple[Action, float, float]]], labels: dict[Action, str], times: Times) -> float:
+    """Characters per second: enough for every label where the times have a common unit."""
+    spans = [(labels[action], start, stop) for lane in placed for action, start, stop in lane if stop > start]
+    end = max((stop for _, _, stop in spans), default=1.0)
+    unit = _common_unit({round(value, 12) for _, start, stop in spans for value in (start, stop - start)})
+    if unit is not None:
+        width = max(math.ceil((len(label) + 1) / round((stop - start) / unit)) for label, start, stop in spans)
+        if end / unit * width <= WIDEST:
+            return width / unit
+    return WIDEST / 16 / end
+
+
+def _common_unit(values: set[float]) -> float | None:
+    """The largest number that all values are multiples of, if there is one worth drawing."""
+    exact = [Fraction(value).limit_denominator(10_000) for value in values if value > 0]
+    if not exact or any(abs(float(e) - v) > 1e-9 for e, v in zip(exact, [v for v in values if v > 0], strict=True)):
+        return None
+    denominator = math.lcm(*(value.denominator for value in exact))
+    return math.gcd(*(int(value * denominator) for value in exact)) / denominator
+
+
+def _row(
+    lane: Sequence[tuple[Action, float, float]], labels: dict[Action, str], per_second: float, end: int
+) -> tuple[Cell, ...]:
+    cells, reached = [], 0
+    for action, start, stop in lane:
+        first, last = round(start * per_second), round(stop * per_second)
+        if last <= first:
+            continue
+        if first > reached:
+            cells.append(Cell("." * (first - reached - 1) + " ", None))
+        width = last - first - 1
+        cells.append(Cell(labels[action][:width].ljust(width, "-") + " ", action))
+        reached = last
+    if end > reached:
+        cells.append(Cell("." * (end - reached - 1) + " ", None))
+    return tuple(cells)
+
+
+def _markup(cell: Cell) -> str:
+    if cell.action is None:
+        return cell.text
+    return f"[{COLOURS[cell.action.kind]}]{cell.text[:-1]}[/] "

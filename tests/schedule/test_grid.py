@@ -1,0 +1,107 @@
+"""The grid in time, and the command `pipefit schedule`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipefit.schedule import FAMILIES, Problem, linear, lower, uniform_costs, vee
+from pipefit.schedule.csv_io import from_csv
+from pipefit.schedule.grid import draw_grid, grid_rows
+
+
+def test_one_unit_a_column() -> None:
+    schedule = FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2))
+    assert draw_grid(schedule).splitlines() == [
+        "lane 0  F0 F1 ..... B0--- .. B1---",
+        "lane 1  .. F0 B0--- F1 B1--- .....",
+    ]
+    assert draw_grid(lower(schedule)) == draw_grid(schedule)
+
+
+def test_lanes_with_two_stages_name_them() -> None:
+    text = draw_grid(FAMILIES["gpipe"](Problem(placement=vee(2), microbatches=1)))
+    assert text.splitlines() == [
+        "lane 0  0F0 ....... 3F0 3B0---- ............... 0B0----",
+        "lane 1  ... 1F0 2F0 ........... 2B0---- 1B0---- .......",
+    ]
+
+
+def test_slices_are_written() -> None:
+    text = draw_grid(FAMILIES["1f1b"](Problem(placement=linear(1), microbatches=1, slices=2)))
+    assert text == "lane 0  F0-- F0/1 B0/1----- B0-------"
+
+
+@pytest.mark.parametrize(
+    "times", [(28.0, 28.0, 20.0, 4.0), (0.00313, 0.0041, 0.0027, 0.0), (3.14159, 2.71828, 1.41421, 0.1)]
+)
+def test_columns_keep_the_order_of_times(times: tuple[float, float, float, float]) -> None:
+    placement = linear(4)
+    costs = uniform_costs(
+        placement, forward_s=times[0], input_s=times[1], weight_s=times[2], transfer_s=times[3], port_s=times[3]
+    )
+    schedule = FAMILIES["1f1b"](Problem(placement=placement, microbatches=5))
+    rows = grid_rows(schedule, costs)
+    assert len({sum(len(cell.text) for cell in row) for row in rows}) == 1
+    for lane, row in zip(schedule.lanes, rows, strict=True):
+        assert tuple(cell.action for cell in row if cell.action) == lane
+    forward, backward = (next(c for c in rows[0] if c.action and c.action.kind == kind) for kind in "FB")
+    assert len(backward.text) / len(forward.text) == pytest.approx((times[1] + times[2]) / times[0], rel=0.25)
+
+
+def test_colour_is_markup() -> None:
+    schedule = FAMILIES["gpipe"](Problem(placement=linear(1), microbatches=1))
+    assert draw_grid(schedule, colour=True) == "lane 0  [white on blue]F0[/] [black on yellow]B0---[/]"
+
+
+def pipefit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipefit", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_command_draws() -> None:
+    done = pipefit("schedule", "1f1b", "--devices", "4", "--microbatches", "8", "--grid")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5 and lines[0].startswith("lane 0  F0 F1 F2 F3 .")
+    assert lines[4] == "time 33, bubble 27.3%; most microbatches alive per lane: 4 3 2 1"
+
+
+def test_the_command_prints_csv_and_json() -> None:
+    made = pipefit("schedule", "gpipe", "--devices", "2", "--microbatches", "3", "--csv")
+    assert from_csv(made.stdout, "gpipe") == FAMILIES["gpipe"](Problem(placement=linear(2), microbatches=3))
+    made = pipefit("schedule", "1f1b", "--devices", "2", "--microbatches", "3", "--times", "2,2,1,1", "--json")
+    facts = json.loads(made.stdout)
+    assert facts["lanes"] == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert facts["times"] == {"F": 2.0, "I": 2.0, "W": 1.0, "B": 3.0, "transfer": 1.0}
+    assert facts["peak_units"] == [2.0, 1.0] and facts["placement"] == [0, 1]
+    assert facts["makespan"] == 24.0  # 20 without transfers; 4 of 1 each are on the critical path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("1f3b",), ("The schedule is unknown.", "allowed: 1f1b, gpipe", "did you mean '1f1b'?")),
+        (("1f1b", "--microbatches", "0"), ("at least one microbatch", "seen: 0")),
+        (("1f1b", "--devices", "0"), ("at least one device", "--devices", "seen: 0")),
+        (("1f1b", "--slices", "0"), ("at least one slice", "seen: 0")),
+        (("1f1b", "--times", "1,0,1"), ("three positive numbers", "--times", "'1,0,1'", "28,28,20,4")),
+        (("1f1b", "--times", "1,1,-1"), ("three positive numbers",)),
+        (("1f1b", "--times", "1,1,1,-1"), ("not negative",)),
+        (("1f1b", "--times", "a,b,c"), ("'a,b,c'",)),
+        (("1f1b", "--times", "nan,1,1"), ("three positive numbers",)),
+        (("1f1b", "--csv", "--json"), ("Only one form of output", "--grid, --csv or --json")),
+        (("1f1b", "--csv", "--slices", "2"), ("slices cannot be written as CSV",)),
+    ],
+)
+def test_the_command_explains_mistakes(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    done = pipefit("schedule", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    for part in says:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,118 @@
+"""Lowering: its output is valid, cannot hang, keeps the computed order, and costs no time over the ideal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from random_schedules import cases
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule import FAMILIES, Problem, chain, check, find_deadlock, format_lanes, linear, lower, vee
+from pipefit.schedule.actions import COMPUTE
+from pipefit.schedule.deadlock import channels, message
+from pipefit.schedule.problem import uniform_costs
+from pipefit.simulate import simulate
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_any_lowered_schedule_is_valid_and_cannot_hang(case) -> None:
+    schedule, edges, costs = case
+    check(schedule, edges)
+    for times in (costs, None):
+        lowered = lower(schedule, edges, times)
+        check(lowered, edges)
+        assert find_deadlock(lowered) is None
+        for lane, full in zip(schedule.lanes, lowered.lanes, strict=True):
+            assert tuple(action for action in full if action.kind in COMPUTE) == lane
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_both_ends_of_a_channel_have_one_order(case) -> None:
+    schedule, edges, costs = case
+    lanes = lower(schedule, edges, costs).lanes
+    for sends, receives in channels(lower(schedule, edges, costs)).values():
+        assert [message(lanes[a][b]) for a, b in sends] == [message(lanes[a][b]) for a, b in receives]
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_receives_are_posted_in_time(case) -> None:
+    """No transfer waits for its RECV, and none is posted before the action that runs when it starts."""
+    schedule, edges, costs = case
+    lowered = lower(schedule, edges, costs, optimizer=False, reductions=())
+    timeline = simulate(lowered, costs)
+    for lane, actions in enumerate(lowered.lanes):
+        for step, action in enumerate(actions):
+            if action.kind.startswith("RECV"):
+                posted, sent = timeline.starts_s[lane][step], _sent(timeline, action)
+                assert posted <= sent
+                running = next((s for s in range(step, len(actions)) if actions[s].kind in COMPUTE), None)
+                assert running is not None and timeline.stops_s[lane][running] >= sent
+
+
+def _sent(timeline, receive) -> float:
+    """When the lane of the sender reached the SEND: the stop of the producer."""
+    for lane, actions in enumerate(timeline.schedule.lanes):
+        for step, action in enumerate(actions):
+            if action.kind.startswith("SEND") and message(action) == message(receive):
+                made = next(s for s in range(step, -1, -1) if actions[s].kind in COMPUTE)
+                return float(timeline.stops_s[lane][made])
+    raise AssertionError(receive)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("devices", [1, 2, 5])
+@pytest.mark.parametrize("transfer_s", [0.0, 0.4])
+def test_lowering_costs_no_time(name: str, devices: int, transfer_s: float) -> None:
+    family = FAMILIES[name]
+    placement = family.placement(devices)
+    costs = uniform_costs(placement, transfer_s=transfer_s, port_s=transfer_s / 2)
+    computed = family(Problem(placement=placement, microbatches=7, costs=costs))
+    lowered = lower(computed, costs=costs)
+    assert simulate(lowered, costs).makespan_s == simulate(computed, costs).makespan_s
+
+
+def test_a_lane_reads_as_expected() -> None:
+    schedule = lower(FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2)), zero=(1,), tied={"emb": (0, 1)})
+    assert format_lanes(schedule.lanes) == (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0REDUCE:emb NORM STEP",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1REDUCE:emb NORM STEP 1GATHER",
+    )
+
+
+def test_two_lanes_that_finish_together_do_not_both_send_first() -> None:
+    """Under unit times neighbours of 1F1B end at the same moments all the time: one SEND goes behind a RECV."""
+    schedule = lower(FAMILIES["1f1b"](Problem(placement=linear(3), microbatches=5)))
+    assert (
+        "1RECV_B2 1SEND_F3" in format_lanes(schedule.lanes)[1] or "1RECV_B1 1SEND_F2" in format_lanes(schedule.lanes)[1]
+    )
+    assert find_deadlock(schedule) is None
+
+
+def test_the_turn_of_a_v_is_not_transferred() -> None:
+    schedule = lower(FAMILIES["gpipe"](Problem(placement=vee(2), microbatches=2)))
+    assert not any(action.stage == 1 and action.peer == 2 for _, _, action in schedule)
+    assert any(action.stage == 0 and action.peer == 1 for _, _, action in schedule)
+
+
+def test_what_a_lowering_leaves_out() -> None:
+    computed = FAMILIES["gpipe"](Problem(placement=linear(2), microbatches=2))
+    kinds = {action.kind for _, _, action in lower(computed, optimizer=False, reductions=(1,))}
+    assert kinds == {"F", "B", "SEND_F", "SEND_B", "RECV_F", "RECV_B", "REDUCE"}
+    reduced = [action.stage for _, _, action in lower(computed, reductions=(1,)) if action.kind == "REDUCE"]
+    assert reduced == [1]
+
+
+def test_lowering_twice_is_refused() -> None:
+    lowered = lower(FAMILIES["gpipe"](Problem(placement=linear(2), microbatches=2)))
+    with pytest.raises(ScheduleError, match="lowered already"):
+        lower(lowered)
+
+
+def test_an_edge_without_cost_is_named() -> None:
+    computed = FAMILIES["gpipe"](Problem(placement=linear(3), microbatches=2))
+    costs = uniform_costs(linear(3), chain(2))
+    with pytest.raises(ScheduleError, match=r"(?s)no entry for an edge.*stage 1 -> stage 2"):
+        lower(computed, costs=costs)
