@@ -13,7 +13,7 @@ from pipefit.model.ops import KINDS
 from pipefit.run.feed import Feed
 from pipefit.run.stage import StageLayer, StageProgram
 
-WIDTH, HEADS, GROUPS, HEAD, INNER, VOCABULARY = 24, 4, 2, 6, 40, 31
+WIDTH, HEADS, GROUPS, HEAD, INNER, VOCABULARY = 24, 6, 3, 4, 40, 31
 
 
 class GraphBuilder:

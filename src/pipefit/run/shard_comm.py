@@ -31,9 +31,9 @@ class ShardContext:
     def size(self) -> int:
         return len(self.shares)
 
-    def runs(self, length: int) -> tuple[Run, ...]:
-        """How a dimension of this length is cut over the axis."""
-        return split(length, self.shares)
+    def runs(self, length: int, units: int = 0) -> tuple[Run, ...]:
+        """How a dimension of this length is cut over the axis, in so many units (0: as many as it is long)."""
+        return split(length, self.shares, length // units if units else 1)
 
     def length(self, total: int) -> int:
         """The part of a dimension of length `total` that this device holds."""
@@ -83,9 +83,9 @@ class AllGather(torch.autograd.Function):
     """G(dim) to I; backward reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, total: int, dim: int, context: ShardContext) -> torch.Tensor:
-        ctx.runs, ctx.dim, ctx.context = context.runs(total), dim, context
-        return gather_parts(x, ctx.runs, dim, context)
+    def forward(ctx: Any, x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardContext) -> torch.Tensor:
+        ctx.runs, ctx.dim, ctx.context = runs, dim, context
+        return gather_parts(x, runs, dim, context)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -96,13 +96,13 @@ class ReduceScatter(torch.autograd.Function):
     """P to G(dim); backward all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, context: ShardContext) -> torch.Tensor:
-        ctx.runs, ctx.dim, ctx.context = context.runs(x.shape[dim]), dim, context
-        return scatter_sums(x, ctx.runs, dim, context)
+    def forward(ctx: Any, x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardContext) -> torch.Tensor:
+        ctx.runs, ctx.dim, ctx.context = runs, dim, context
+        return scatter_sums(x, runs, dim, context)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return gather_parts(dy, ctx.runs, ctx.dim, ctx.context), None, None
+        return gather_parts(dy, ctx.runs, ctx.dim, ctx.context), None, None, None
 
 
 class AllReduce(torch.autograd.Function):
@@ -122,8 +122,8 @@ class ShardSlice(torch.autograd.Function):
     """I to G(dim); backward puts the gradient into zeros, a partial gradient of the whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, context: ShardContext) -> torch.Tensor:
-        start, stop = context.runs(x.shape[dim])[context.position]
+    def forward(ctx: Any, x: torch.Tensor, run: Run, dim: int) -> torch.Tensor:
+        start, stop = run
         ctx.shape, ctx.start, ctx.dim = x.shape, start, dim
         return x.narrow(dim, start, stop - start).contiguous()
 

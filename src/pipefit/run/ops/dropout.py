@@ -1,0 +1,49 @@
+"""dropout(x) {p, index, cut}: zeros by a mask that depends on what the element is, not on where it is computed.
+
+x (B, T, ...). See `pipefit.run.random`. Off in evaluation. `cut` is written by a shard program: which part of the
+whole tensor this device holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from pipefit.model.graph import Operator
+from pipefit.run.ops import Context, Step
+from pipefit.run.random import feature_bits, keep_mask, key_of, token_bits
+from pipefit.run.stage_record import Record
+
+
+def build(operator: Operator, context: Context) -> Step:
+    p = float(operator.attributes["p"])
+    index = int(operator.attributes.get("index", context.operator))
+    dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
+    trailing = [int(size) for size in context.graph.tensor(operator.outputs[0]).shape[2:]]
+    features = feature_bits(first * math.prod(trailing[1:]) if dim >= 2 else 0, math.prod(trailing), context.device)
+    assert dim <= 2, "only the first feature dimension can be split"
+    shard, seed, layer = context.shard, context.seed, context.model_layer
+    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+
+    def prepare(record: Record) -> tuple[Any, ...]:
+        if not record.train or p == 0:
+            return (None,)
+        feed = record.feed
+        assert feed.rows is not None and feed.positions is not None, "dropout needs the feed's rows and positions"
+        positions = feed.positions
+        if dim == 1:
+            start, stop = shard.runs(record.tokens)[shard.position]
+            positions = positions[:, start:stop]
+        return (token_bits(key_of(seed, feed.step, layer, index), feed.rows, positions),)
+
+    def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        if tokens is None:
+            return x
+        return x * keep_mask(tokens, features, p).view(x.shape) * scale
+
+    return Step(dropout, prepare=prepare)
+
+
+BUILDERS = {"dropout": build}

@@ -1,0 +1,123 @@
+"""moe(x, router, gate_up, down): the operator of `model/ops/moe.py`, dropless, with weight gradients left for W.
+
+N = B*T*top_k pairs of (token, expert) are sorted by expert; every product is then one matrix product per expert. On
+CUDA in bfloat16 these are PyTorch's grouped products, which need no count on the host; elsewhere the host reads how
+many pairs each expert has, which on CUDA waits for the device once a layer.
+Shapes: x (B, T, D), router (E, D), gate_up (E, 2F, D), down (E, D, F).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pipefit.model.graph import Operator
+from pipefit.run.ops import Context, Step
+from pipefit.run.ops.linear import _Linear, add_product
+from pipefit.run.stage_record import Deferred, Record
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
+
+
+class _ExpertLinear(torch.autograd.Function):
+    """y_p = x_p W_e^T for every pair p of expert e: x (N, I) sorted by expert, weight (E, O, I), ends (E,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, ends: Any, record: Record, layer: int) -> torch.Tensor:
+        ctx.weight, ctx.ends, ctx.record, ctx.layer = weight, ends, record, layer
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        return expert_product(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        weight, deferred = ctx.weight, ctx.record.deferred
+        if weight.requires_grad:
+            (x,) = ctx.saved_tensors
+            if deferred is None:
+                accumulate_experts(weight, ctx.ends, x, dy)
+            else:
+                deferred.append(Deferred(ctx.layer, accumulate_experts, (weight, ctx.ends, x, dy)))
+        dx = expert_product(dy, weight, ctx.ends) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    """activation(g) * u of the halves of gate_up (N, 2F); keeps gate_up only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, activation: Any) -> torch.Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            leaf = ctx.saved_tensors[0].detach().requires_grad_()
+            gate, up = leaf.chunk(2, -1)
+            out = ctx.activation(gate) * up
+        return *torch.autograd.grad(out, leaf, dy), None
+
+
+def counts_on_host(x: torch.Tensor) -> bool:
+    """Whether the pairs of each expert must be counted on the host."""
+    return not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm"))
+
+
+def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: Any) -> torch.Tensor:
+    """(N, O) from x (N, I) sorted by expert and weight (E, I, O); `ends` (E,) are a tensor or a list."""
+    if isinstance(ends, torch.Tensor):
+        return functional.grouped_mm(x, weight, offs=ends)
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    start = 0
+    for expert, stop in enumerate(ends):
+        if stop > start:
+            torch.mm(x[start:stop], weight[expert], out=out[start:stop])
+        start = stop
+    return out
+
+
+def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Add dy_e^T x_e of every expert to the weight's buffer (E, O, I)."""
+    buffer = weight.main_grad
+    if isinstance(ends, torch.Tensor):
+        buffer.add_(functional.grouped_mm(dy.t(), x, offs=ends))
+        return
+    start = 0
+    for expert, stop in enumerate(ends):
+        if stop > start:
+            add_product(buffer[expert], dy[start:stop].t(), x[start:stop])
+        start = stop
+
+
+def build(operator: Operator, context: Context) -> Step:
+    experts, top = int(operator.attributes["experts"]), int(operator.attributes["top_k"])
+    normalize = bool(operator.attributes["normalize"])
+    activation = ACTIVATIONS[operator.attributes["activation"]]
+    layer = context.layer
+    wide = torch.promote_types(context.dtype, torch.float32)
+
+    def moe(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        logits: Any = _Linear.apply(flat, router, None, record, layer)
+        weights, chosen = torch.softmax(logits, -1, dtype=wide).topk(top, -1)
+        if normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        chosen, order = chosen.reshape(-1).sort(stable=True)
+        ends: Any = torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+        if counts_on_host(x):
+            ends = ends.tolist()
+        token = order // top
+        inner: Any = _ExpertLinear.apply(flat[token], gate_up, ends, record, layer)
+        out: Any = _ExpertLinear.apply(_Gate.apply(inner, activation), down, ends, record, layer)
+        out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
+
+    return Step(moe, wants_record=True)
+
+
+BUILDERS = {"moe": build}

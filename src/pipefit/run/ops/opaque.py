@@ -1,0 +1,37 @@
+"""opaque(inputs..., parameters...): a user's module, called as it is, with our parameters in the place of its own.
+
+Its backward is PyTorch's, all of it in I: nothing is left for W. The module must have real buffers on the stage's
+device; its parameters may be on the meta device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.func import functional_call
+
+from pipefit.errors import ModelError
+from pipefit.model.graph import Operator
+from pipefit.run.ops import Context, Step
+
+
+def build(operator: Operator, context: Context) -> Step:
+    key = str(operator.attributes["key"])
+    module = (context.modules or {}).get(key)
+    if module is None:
+        raise ModelError(
+            f"The stage needs your module {key!r}, which could not be captured, and it was not given.",
+            where=operator.source or key,
+            seen=", ".join(context.modules or {}) or "no modules",
+            next_step="pass modules={name: module} when you start the run from Python",
+        )
+    count = int(operator.attributes["inputs"])
+    names = operator.inputs[count:]
+
+    def opaque(*arguments: Any) -> Any:
+        return functional_call(module, dict(zip(names, arguments[count:], strict=True)), arguments[:count])
+
+    return Step(opaque)
+
+
+BUILDERS = {"opaque": build}

@@ -1,0 +1,100 @@
+"""Megatron's tensor parallelism as one fixed shard program, with even or uneven shares.
+
+Column-parallel linear layers, then attention by heads or pointwise operators, then a row-parallel linear layer and
+one sum (Shoeybi et al., 2019). With sequence parallelism the residual stream and everything on it (norms, embedding,
+head, loss, experts) is split along tokens, an all-gather stands before the column layers and a reduce-scatter after
+the row layer (Korthikanti et al., 2022). Without it all of that is computed on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipefit.layout import IDENTITY, gathered
+from pipefit.model.graph import Graph, Operator
+from pipefit.shard.program import TOKENS, Choice, Held, ShardedGraph, shard
+from pipefit.shard.rules import Labelled, labels_of
+
+
+def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) -> ShardedGraph:
+    """The Megatron program of one layer over a shard axis with these shares.
+
+    The hidden state between layers has form I, or G1 (tokens) with `sequence_parallel`. Raises PlanError if a device
+    would get no head or no column.
+    """
+    stream = gathered(1) if sequence_parallel else IDENTITY
+    columns = column_linears(graph)
+
+    def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
+        if place in columns:
+            return Choice("out", columns[place])
+        if operator.kind == "attention":
+            return Choice("heads", labelled.units["heads"])
+        if operator.kind == "embedding" and sequence_parallel:
+            return Choice("d1")
+        return follow(operator, labelled, held)
+
+    return shard(graph, shares, stream, choose)
+
+
+def follow(operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
+    """Stay split as the first split input is, if the operator can be split there: a linear layer whose input comes
+    split along features becomes row-parallel this way."""
+    for name, labels in zip(operator.inputs, labelled.inputs, strict=True):
+        if name and labels is not None and held[name].form.kind == "G":
+            dim = held[name].form.dim
+            assert dim is not None
+            label = labels[dim]
+            if label is not None:
+                return Choice(label, held[name].units)
+    return None
+
+
+def column_linears(graph: Graph) -> dict[int, int]:
+    """Which linear layers are column-parallel: place of the operator -> units its columns are cut in.
+
+    Those whose result reaches only linear layers and attention, through operators that keep its features apart.
+    """
+    consumers: dict[str, list[int]] = {}
+    for place, operator in enumerate(graph.operators):
+        for name in operator.inputs:
+            consumers.setdefault(name, []).append(place)
+    shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+    shapes |= {spec.name: spec.shape for spec in graph.parameters}
+    found = {}
+    for place, operator in enumerate(graph.operators):
+        if operator.kind == "linear":
+            last = len(shapes[operator.outputs[0]]) - 1
+            units = _units_downstream(graph, operator.outputs[0], last, consumers, shapes)
+            if units:
+                found[place] = units
+    return found
+
+
+def _units_downstream(
+    graph: Graph, name: str, dim: int, consumers: Mapping[str, list[int]], shapes: Mapping[str, tuple[int | str, ...]]
+) -> int:
+    """Units in which dimension `dim` of `name` may be cut so that every use works on its part; 0 if it may not."""
+    if name in graph.outputs or shapes[name][dim] == TOKENS:
+        return 0
+    result = 0
+    for place in consumers.get(name, []):
+        operator = graph.operators[place]
+        labelled = labels_of(
+            operator,
+            tuple(shapes[i] if i else None for i in operator.inputs),
+            tuple(shapes[o] for o in operator.outputs),
+        )
+        labels = labelled.inputs[operator.inputs.index(name)]
+        label = None if labels is None else labels[dim]
+        if label is None:
+            return 0
+        if label in labelled.outputs[0] and operator.kind != "attention":
+            units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
+        else:
+            size = shapes[name][dim]
+            units = labelled.units.get(label, size if isinstance(size, int) else 0)
+        if units == 0 or (result and units != result):
+            return 0
+        result = units
+    return result

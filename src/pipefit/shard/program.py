@@ -1,0 +1,298 @@
+"""Sharded graphs: from "which label of each operator is split" to one local graph per device, collectives inserted.
+
+The choices come from elsewhere (`megatron.py`; later a search). This file knows how forms convert: `G` to `I` by
+all_gather, `P` to `I` by all_reduce, `P` to `G` by reduce_scatter, `I` to `G` by a local slice. A value is converted
+once per form and the result shared by all its consumers. Tokens of a device are written with the symbol S, because
+T / devices is not a whole number in general; the runtime cuts T by the same shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.errors import PlanError
+from pipefit.layout import IDENTITY, PARTIAL, Form, Run, gathered, split
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Size, Tensor
+from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
+
+TOKENS: Size = "T"
+LOCAL_TOKENS: Size = "S"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How a value lies over the shard axis: its form, and for G in how many units its dimension is cut."""
+
+    form: Form = IDENTITY
+    units: int = 0
+    "0 for tokens, whose number is only known at run time."
+
+
+WHOLE = Held()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Split one label of an operator, in so many units (0: as many as the dimension has)."""
+
+    label: str
+    units: int = 0
+
+
+Chooser = Callable[[int, Operator, Labelled, Mapping[str, Held]], Choice | None]
+"""(place, operator, its labels, how its inputs lie) -> what to split; None to compute it whole on every device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedGraph:
+    """One layer over a shard axis."""
+
+    graphs: tuple[Graph, ...]
+    "One per position of the axis: local shapes, collectives as operators, the same operators in the same order."
+    parameter_forms: Mapping[str, Form]
+    "Local parameter name -> form along the shard axis."
+    input_form: Form
+    "Of the hidden state that comes in (I where the layer takes none)."
+    output_form: Form
+    "Of the first output."
+    shares: tuple[int, ...]
+
+    def text(self) -> str:
+        """The program for people: parameters with their forms, then one line an operator with everyone's shapes."""
+        first = self.graphs[0]
+        lines = [f"shares {' '.join(map(str, self.shares))}"]
+        lines += [f"takes {self.input_form}, gives {self.output_form}"]
+        for spec in first.parameters:
+            shapes = " | ".join(_shape_text(graph.parameter(spec.name).shape) for graph in self.graphs)
+            lines.append(f"parameter {spec.name}: {self.parameter_forms[spec.name]} {shapes}")
+        for operator in first.operators:
+            shapes = " | ".join(_shape_text(graph.tensor(operator.outputs[0]).shape) for graph in self.graphs)
+            inputs = ", ".join(name or "-" for name in operator.inputs)
+            lines.append(f"{operator.outputs[0]} = {operator.kind}({inputs}): {shapes}")
+        return "\n".join([*lines, f"return {', '.join(first.outputs)}"]) + "\n"
+
+
+class Program:
+    """Writes the local graphs of all positions side by side, operator by operator."""
+
+    def __init__(self, graph: Graph, shares: Sequence[int], stream: Form) -> None:
+        self.graph, self.shares, self.stream = graph, tuple(shares), stream
+        self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+        self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
+        self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
+        self.parameters = {spec.name: spec for spec in graph.parameters}
+        self.held: dict[str, Held] = dict.fromkeys(self.parameters, WHOLE)
+        self.converted: dict[tuple[str, Held], str] = {}
+        self.operators: list[list[Operator]] = [[] for _ in self.shares]
+        self.tensors: list[list[Tensor]] = [[] for _ in self.shares]
+        for tensor in graph.inputs:
+            on_stream = tensor.role == "activation" and TOKENS in tensor.shape[1:2]
+            self.held[tensor.name] = Held(stream) if on_stream else WHOLE
+        self.input_held = dict(self.held)
+
+    def add(self, operator: Operator, labelled: Labelled, choice: Choice | None) -> None:
+        """Convert the inputs to what the choice needs, then write the operator; a partial result is reduced at once
+        to the form of the residual stream, and a bias is added after that, once."""
+        inputs = []
+        late = []
+        partial = choice is not None and not any(choice.label in labels for labels in labelled.outputs)
+        for index, (name, labels) in enumerate(zip(operator.inputs, labelled.inputs, strict=True)):
+            if name and partial and index in labelled.once:
+                late.append(self.bring(name, WHOLE))
+                inputs.append("")
+            else:
+                inputs.append(self.bring(name, self._wanted(name, labels, choice)) if name else "")
+        results = operator.outputs
+        if partial:
+            results = tuple(f"{name}.partial" for name in results)
+        for name, source, labels in zip(results, operator.outputs, labelled.outputs, strict=True):
+            self.shapes[name], self.dtypes[name] = self.shapes[source], self.dtypes[source]
+            self.held[name] = Held(PARTIAL) if partial else self._wanted(name, labels, choice)
+        self._write(operator, tuple(inputs), results, labelled)
+        if partial:
+            self._settle(operator, late)
+
+    def bring(self, name: str, want: Held) -> str:
+        """The name under which `name` is held as `want`; parameters simply take the form, values are converted."""
+        have = self.held[name]
+        if name in self.parameters:
+            assert have in (want, WHOLE), f"{name} is used as {have} and as {want}"
+            self.held[name] = want
+            return name
+        if have == want:
+            return name
+        if (name, want) not in self.converted:
+            if have.form.kind == "G" and want.form.kind == "G":
+                self.converted[name, want] = self._convert(self.bring(name, WHOLE), want, name)
+            else:
+                self.converted[name, want] = self._convert(name, want, name)
+        return self.converted[name, want]
+
+    def finish(self) -> ShardedGraph:
+        """The local graphs, with the outputs in the form of the residual stream (scalars whole)."""
+        outputs = []
+        for name in self.graph.outputs:
+            on_stream = TOKENS in self.shapes[name][1:2]
+            outputs.append(self.bring(name, Held(self.stream) if on_stream else WHOLE))
+        taken = [t.name for t in self.graph.inputs if t.role == "activation"]
+        return ShardedGraph(
+            graphs=tuple(self._local_graph(position, tuple(outputs)) for position in range(len(self.shares))),
+            parameter_forms={name: self.held[name].form for name in self.parameters},
+            input_form=self.input_held[taken[0]].form if taken else IDENTITY,
+            output_form=self.held[outputs[0]].form,
+            shares=self.shares,
+        )
+
+    def local_shape(self, name: str, position: int) -> Shape:
+        """The shape of a value or parameter on one device."""
+        held, shape = self.held[name], self.shapes[name]
+        if held.form.kind != "G":
+            return shape
+        dim = held.form.dim
+        assert dim is not None
+        if shape[dim] == TOKENS:
+            return (*shape[:dim], LOCAL_TOKENS, *shape[dim + 1 :])
+        start, stop = self.runs(name)[position]
+        return (*shape[:dim], stop - start, *shape[dim + 1 :])
+
+    def runs(self, name: str) -> tuple[Run, ...]:
+        """Everyone's run of the split dimension of `name`."""
+        held = self.held[name]
+        assert held.form.dim is not None
+        size = self.shapes[name][held.form.dim]
+        if not isinstance(size, int) or held.units == 0 or size % held.units:
+            raise PlanError("This dimension cannot be split.", where=name, seen=f"{size} in {held.units} units")
+        runs = split(size, self.shares, size // held.units)
+        if any(start == stop for start, stop in runs):
+            raise PlanError(
+                "A device of the shard axis would get nothing: there are too few units for these shares.",
+                where=f"{name}, dimension {held.form.dim} of {size}",
+                seen=f"{held.units} units for shares {' '.join(map(str, self.shares))}",
+                allowed=f"at most {held.units} devices, with shares that give each at least one unit",
+                next_step=f"use fewer shards, for example --fix shards={max(1, min(held.units, len(self.shares) - 1))}",
+            )
+        return runs
+
+    def _wanted(self, name: str, labels: Labels | None, choice: Choice | None) -> Held:
+        if choice is None or labels is None or choice.label not in labels:
+            return WHOLE
+        dim = labels.index(choice.label)
+        size = self.shapes[name][dim]
+        if size == TOKENS:
+            return Held(gathered(dim))
+        assert isinstance(size, int), f"cannot split {name} {self.shapes[name]} along {dim}"
+        return Held(gathered(dim), choice.units or size)
+
+    def _convert(self, name: str, want: Held, origin: str) -> str:
+        have = self.held[name]
+        dim = want.form.dim if want.form.kind == "G" else have.form.dim
+        kind = {
+            ("G", "I"): "all_gather",
+            ("P", "I"): "all_reduce",
+            ("P", "G"): "reduce_scatter",
+            ("I", "G"): "shard_slice",
+        }[have.form.kind, want.form.kind]
+        new = f"{origin}.{want.form}" + (f"x{want.units}" if want.units else "")
+        self.shapes[new], self.dtypes[new], self.held[new] = self.shapes[name], self.dtypes[name], want
+        for position in range(len(self.shares)):
+            attributes: dict[str, Any] = {}
+            if dim is not None:
+                attributes = {"dim": dim, "size": self.local_shape(new, position)[dim]}
+                units = want.units or have.units
+                if units and units != self.shapes[name][dim]:
+                    attributes["units"] = units
+            operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
+            self._append(position, operator)
+        return new
+
+    def _settle(self, operator: Operator, late: list[str]) -> None:
+        """Reduce a partial result, then add what must be added once."""
+        for name in operator.outputs:
+            on_stream = TOKENS in self.shapes[name][1:2] and self.stream.kind == "G"
+            want = Held(self.stream) if on_stream else WHOLE
+            summed = self._convert(f"{name}.partial", want, name)
+            self.held[name] = want
+            for bias in late:
+                result = f"{name}.biased"
+                self.shapes[result], self.dtypes[result] = self.shapes[name], self.dtypes[name]
+                self.held[result] = want
+                for position in range(len(self.shares)):
+                    add = Operator(kind="add", inputs=(summed, bias), outputs=(result,), source=operator.source)
+                    self._append(position, add)
+                summed = result
+            self._rename(summed, name)
+
+    def _rename(self, old: str, new: str) -> None:
+        """Give the newest operator's output the name that the rest of the graph knows."""
+        for operators, tensors in zip(self.operators, self.tensors, strict=True):
+            last = operators[-1]
+            assert last.outputs == (old,)
+            operators[-1] = Operator(
+                kind=last.kind, inputs=last.inputs, outputs=(new,), attributes=last.attributes, source=last.source
+            )
+            tensors[-1] = Tensor(name=new, shape=tensors[-1].shape, dtype=tensors[-1].dtype)
+
+    def _write(self, operator: Operator, inputs: tuple[str, ...], outputs: tuple[str, ...], labelled: Labelled) -> None:
+        held = self.held[outputs[0]]
+        for position in range(len(self.shares)):
+            attributes = operator.attributes
+            if labelled.local is not None and held.form.kind == "G":
+                attributes = labelled.local(
+                    attributes, self.local_shape(outputs[0], position), self._cut(outputs[0], position)
+                )
+            self._append(
+                position,
+                Operator(
+                    kind=operator.kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source
+                ),
+            )
+
+    def _cut(self, name: str, position: int) -> Cut:
+        held = self.held[name]
+        assert held.form.dim is not None
+        total = self.shapes[name][held.form.dim]
+        return Cut(held.form.dim, -1 if total == TOKENS else self.runs(name)[position][0], total)
+
+    def _append(self, position: int, operator: Operator) -> None:
+        self.operators[position].append(operator)
+        for name in operator.outputs:
+            shape = self.local_shape(name, position)
+            self.tensors[position].append(Tensor(name=name, shape=shape, dtype=self.dtypes[name]))
+
+    def _local_graph(self, position: int, outputs: tuple[str, ...]) -> Graph:
+        inputs = tuple(
+            Tensor(name=t.name, shape=self._input_shape(t), dtype=t.dtype, role=t.role) for t in self.graph.inputs
+        )
+        parameters = []
+        for spec in self.graph.parameters:
+            shape = tuple(int(size) for size in self.local_shape(spec.name, position))
+            parameters.append(ParameterSpec(name=spec.name, shape=shape, trainable=spec.trainable))
+        return Graph(
+            inputs=inputs,
+            outputs=outputs,
+            operators=tuple(self.operators[position]),
+            parameters=tuple(parameters),
+            tensors=tuple(self.tensors[position]),
+        )
+
+    def _input_shape(self, tensor: Tensor) -> Shape:
+        if self.input_held[tensor.name].form.kind != "G":
+            return tensor.shape
+        return (tensor.shape[0], LOCAL_TOKENS, *tensor.shape[2:])
+
+
+def shard(graph: Graph, shares: Sequence[int], stream: Form, choose: Chooser) -> ShardedGraph:
+    """The program that `choose` describes, with the hidden state in form `stream` between layers (I or G1)."""
+    program = Program(graph, shares, stream)
+    for place, operator in enumerate(graph.operators):
+        inputs = tuple(program.shapes[name] if name else None for name in operator.inputs)
+        outputs = tuple(program.shapes[name] for name in operator.outputs)
+        labelled = labels_of(operator, inputs, outputs)
+        program.add(operator, labelled, choose(place, operator, labelled, program.held))
+    return program.finish()
+
+
+def _shape_text(shape: Shape) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"

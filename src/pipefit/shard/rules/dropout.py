@@ -1,0 +1,23 @@
+"""dropout: pointwise. Its key counts tokens and features of the whole tensor, so a device must know where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.shard.rules import Cut, Labelled
+from pipefit.shard.rules.pointwise import pointwise
+
+
+def dropout(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+    return replace(pointwise(operator, inputs, outputs), local=place)
+
+
+def place(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    """The attribute `cut`: [dimension, first index (-1: by the runtime's tokens), size of the whole dimension]."""
+    return {**attributes, "cut": [cut.dim, cut.start, cut.total]}
+
+
+RULES = {"dropout": dropout}

@@ -1,0 +1,21 @@
+"""linear: by rows or tokens (x split in front), by columns (weight G0), by contraction (x G(last), weight G1 -> P)."""
+
+from __future__ import annotations
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.shard.rules import Labelled
+
+
+def linear(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+    x, bias = inputs[0], inputs[2]
+    assert x is not None
+    front = tuple(f"d{i}" for i in range(len(x) - 1))
+    return Labelled(
+        inputs=((*front, "in"), ("out", "in"), None if bias is None else ("out",)),
+        outputs=((*front, "out"),),
+        units={},
+        once=(2,),
+    )
+
+
+RULES = {"linear": linear}

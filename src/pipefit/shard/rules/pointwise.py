@@ -1,0 +1,41 @@
+"""Pointwise operators, with broadcasting: any dimension; an operand that is broadcast along it stays whole."""
+
+from __future__ import annotations
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.shard.rules import Labelled, Labels
+
+
+def pointwise(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+    rank = len(outputs[0])
+
+    def labels(shape: Shape | None) -> Labels | None:
+        if shape is None:
+            return None
+        offset = rank - len(shape)
+        return tuple(
+            f"d{i + offset}" if size == outputs[0][i + offset] and size != 1 else None for i, size in enumerate(shape)
+        )
+
+    out = tuple(None if size == 1 else f"d{i}" for i, size in enumerate(outputs[0]))
+    return Labelled(inputs=tuple(map(labels, inputs)), outputs=(out,), units={})
+
+
+RULES = dict.fromkeys(
+    (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "silu",
+        "gelu",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "exp",
+        "rsqrt",
+        "neg",
+        "cast",
+    ),
+    pointwise,
+)
