@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipefit.cluster.measured import Measured
+
 Source = Literal["measured", "data-sheet", "assumed"]
 
 
@@ -91,3 +93,5 @@ class Cluster:
     rails: tuple[Rail, ...]
     provenance: Provenance
     version: int = 1
+    measured: Measured | None = None
+    "Curves that `pipefit profile` found; None for a cluster from data sheets."

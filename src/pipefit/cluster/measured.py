@@ -1,0 +1,137 @@
+"""What `pipefit profile` measured, kept in the cluster file beside the figures that were derived from it.
+
+Curves of layers (time over tokens, attention over length and context), of links (time over message size) and of
+collectives; overhead of an action; memory. Plain data: `cost/curves.py` predicts from it, `profile/` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Setting = Literal["alone", "together"]
+"""`alone`: one process of the host computed at a time. `together`: all of them at once, as in training."""
+
+Action = Literal["F", "I", "W", "B"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionCurve:
+    """Seconds of one action on one layer: piecewise linear in the tokens, plus attention."""
+
+    tokens: tuple[float, ...]
+    "Knots, ascending: tokens of the microbatch on this device (rows x tokens of a row)."
+    time_s: tuple[float, ...]
+    "At the knots, without what attention costs beyond them; ascending. The last slope goes on beyond the last knot."
+    attention_s: tuple[float, ...] = ()
+    "Seconds per unit of each feature of `cost.curves.FEATURES`; empty for a layer without attention."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPoint:
+    """One measured point of a layer."""
+
+    rows: int
+    tokens: int
+    "Of one row, in this slice."
+    past: int
+    "Tokens of earlier slices."
+    time_s: Mapping[str, float]
+    "By action."
+    spread: Mapping[str, float]
+    "By action: (largest - smallest) / smallest over the repetitions."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCurve:
+    """One layer shape on one kind of device."""
+
+    signature: str
+    "`cost.curves.signature` of the layer's graph: what it computes, whatever its values are called."
+    name: str
+    "For people: the layer and the model it was met in."
+    kind: str
+    "Key into the cluster's device kinds."
+    dtype: str
+    setting: Setting
+    processes: int
+    "How many processes of the host computed at the same time."
+    actions: Mapping[str, ActionCurve]
+    "Keys F, I, W, B. The overhead of an action is not in them."
+    points: tuple[LayerPoint, ...]
+    fit_error: float
+    "Largest relative error of the curves at the measured points."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCurve:
+    """The time of one message inside a host, by size."""
+
+    sizes_bytes: tuple[int, ...]
+    "Ascending."
+    time_s: tuple[float, ...]
+    "Median over the pairs of devices and the repetitions."
+    spread: tuple[float, ...]
+    "Of each size: median over pairs of (largest - smallest) / median over the repetitions."
+    between_pairs: tuple[float, ...]
+    "Of each size: (slowest pair - fastest pair) / median."
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailCurve:
+    """The time of one message between hosts, by size: matrices [size][source host][target host]."""
+
+    sizes_bytes: tuple[int, ...]
+    time_s: tuple[tuple[tuple[float, ...], ...], ...]
+    "Median over the repetitions; the diagonal is 0."
+    spread: tuple[tuple[tuple[float, ...], ...], ...]
+    "(largest - smallest) / median over the repetitions."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCurve:
+    """One collective on one group, and how it compares with a ring over the group's links."""
+
+    operation: str
+    "all_reduce, all_gather, reduce_scatter or all_to_all."
+    devices: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
+    "Of the whole tensor on one device: what an all-gather yields, what a reduce-scatter starts from."
+    time_s: tuple[float, ...]
+    spread: tuple[float, ...]
+    latency_factor: float
+    "Measured time of a step without bytes over the latency of the slowest link of the ring."
+    bandwidth_factor: float
+    "Measured seconds per byte of a step over those of the slowest link of the ring."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFact:
+    """Memory of one kind of device."""
+
+    total_bytes: int
+    "Of the device, or this process's part of the host's memory."
+    process_bytes: int
+    "What a process holds before its first tensor: libraries, the device's context."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Everything that one run of `pipefit profile` found, beside the figures in the cluster itself."""
+
+    layers: tuple[LayerCurve, ...] = ()
+    links: Mapping[str, LinkCurve] = field(default_factory=dict)
+    "By link class."
+    rails: Mapping[str, RailCurve] = field(default_factory=dict)
+    "By name of the rail."
+    collectives: tuple[CollectiveCurve, ...] = ()
+    overhead_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    "By device kind and action: what one action costs beside its layers."
+    memory: Mapping[str, MemoryFact] = field(default_factory=dict)
+    "By device kind."
+    notes: tuple[str, ...] = ()
+    "How it was measured, in words."
+    seconds: float = 0.0
+    "How long measuring took."

@@ -1,0 +1,224 @@
+"""Times from what `pipefit profile` measured: layers, links, collectives, the overhead of an action. Pure functions.
+
+A layer's time is a piecewise linear function of its tokens (with the knee of small sizes) plus attention, whose
+feature is length x (context + length / 2): a causal square costs half of a rectangle. `MeasuredCosts` puts measured
+curves where they exist behind the interface that the roofline has, and the roofline elsewhere; its notes say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipefit.cluster.measured import ActionCurve, LayerCurve, LinkCurve, Measured, RailCurve, Setting
+from pipefit.cluster.types import Cluster, DeviceKind
+from pipefit.codec import digest
+from pipefit.cost.memory import Precision
+from pipefit.cost.roofline import CollectiveTime, LayerCost, Recompute, Roofline
+from pipefit.cost.types import Array
+from pipefit.model.graph import Graph
+
+FEATURES = (
+    "rows x length",
+    "rows x (context + length)",
+    "rows x length x (context + length / 2), context 0",
+    "rows x length x (context + length / 2), context above 0",
+    "1, context above 0",
+    "length x (context + length), context above 0",
+)
+"""What attention costs beyond the tokens: queries, keys and values, scores without and with earlier slices, and what
+a context adds once: joining the earlier keys, and the mask, which all rows share."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of each action on one layer."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    fused_s: float
+    "B, measured by itself: not always the sum of I and W."
+
+
+def attention_features(rows: Sequence[float], tokens: Sequence[float], past: Sequence[float]) -> Array:
+    """The features of points: an array [point, feature] in the order of `FEATURES`."""
+    b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
+    sliced = (p > 0).astype(np.float64)
+    scores = b * t * (p + t / 2)
+    columns = (b * t, b * (p + t), scores * (1 - sliced), scores * sliced, sliced, sliced * t * (p + t))
+    return np.stack(columns, axis=-1)
+
+
+def action_time_s(curve: ActionCurve, rows: int, tokens: int, past: int = 0) -> float:
+    """Seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens. 0 rows cost nothing."""
+    if rows == 0 or tokens == 0:
+        return 0.0
+    time_s = along_knots(curve.tokens, curve.time_s, rows * tokens)
+    if curve.attention_s:
+        time_s += float(attention_features([rows], [tokens], [past])[0] @ np.asarray(curve.attention_s))
+    return time_s
+
+
+def along_knots(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """Linear interpolation; beyond the last knot the last slope goes on, below the first its value stays."""
+    if place <= places[-1]:
+        return float(np.interp(place, places, values))
+    if len(places) == 1:
+        return float(values[-1] * place / places[-1])
+    slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+    return float(values[-1] + slope * (place - places[-1]))
+
+
+def layer_times(curve: LayerCurve, rows: int, tokens: int, past: int = 0) -> LayerTimes:
+    """Seconds of all actions of one measured layer."""
+    return LayerTimes(*(action_time_s(curve.actions[action], rows, tokens, past) for action in ("F", "I", "W", "B")))
+
+
+def find_layer(
+    measured: Measured, graph_signature: str, kind: str, dtype: str, setting: Setting = "together"
+) -> LayerCurve | None:
+    """The curve of that layer on that kind of device; the other setting's where the wished one was not measured."""
+    found = {
+        curve.setting: curve
+        for curve in measured.layers
+        if curve.signature == graph_signature and curve.kind == kind and curve.dtype == dtype
+    }
+    return found.get(setting) or next(iter(found.values()), None)
+
+
+def signature(graph: Graph) -> str:
+    """A digest of what a graph computes: kinds, shapes, attributes and connections, not names and source lines."""
+    places = {tensor.name: f"in{i}" for i, tensor in enumerate(graph.inputs)}
+    places |= {parameter.name: f"p{i}" for i, parameter in enumerate(graph.parameters)}
+    for i, operator in enumerate(graph.operators):
+        places |= {name: f"{i}.{j}" for j, name in enumerate(operator.outputs)}
+    operators: list[Any] = []
+    for operator in graph.operators:
+        results = [graph.tensor(name) for name in operator.outputs]
+        operators.append(
+            [
+                operator.kind,
+                [places.get(name, "") for name in operator.inputs],
+                operator.attributes,
+                [[list(tensor.shape), tensor.dtype] for tensor in results],
+            ]
+        )
+    inputs = [[list(tensor.shape), tensor.dtype, tensor.role] for tensor in graph.inputs]
+    parameters = [[list(parameter.shape), parameter.trainable] for parameter in graph.parameters]
+    return digest([inputs, parameters, operators, [places[name] for name in graph.outputs]])
+
+
+def message_time_s(curve: LinkCurve, size_bytes: float) -> float:
+    """Seconds of one message of that size inside a host."""
+    return along_knots(curve.sizes_bytes, curve.time_s, size_bytes)
+
+
+def rail_message_time_s(curve: RailCurve, source: int, target: int, size_bytes: float) -> float:
+    """Seconds of one message of that size from one host to another."""
+    return along_knots(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
+
+
+def collective_factors(measured: Measured, operation: str) -> tuple[float, float]:
+    """(latency factor, bandwidth factor) of a collective against a ring over its links: the geometric mean over the
+    measured groups, and (1, 1) where none was measured."""
+    curves = [curve for curve in measured.collectives if curve.operation == operation]
+    if not curves:
+        return 1.0, 1.0
+    factors = np.log([(curve.latency_factor, curve.bandwidth_factor) for curve in curves])
+    latency, bandwidth = np.exp(factors.mean(axis=0))
+    return float(latency), float(bandwidth)
+
+
+def action_overhead_s(cluster: Cluster, assumed_s: float) -> tuple[float, str]:
+    """(seconds that an action costs beside its layers, where that comes from): the largest of the device kinds' mean
+    over the actions, or `assumed_s` where nothing was measured."""
+    known = cluster.measured.overhead_s if cluster.measured is not None else {}
+    means = [float(np.mean(list(each.values()))) for each in known.values() if each]
+    if not means:
+        return assumed_s, f"overhead of an action {assumed_s * 1e6:.0f} us: assumed"
+    return max(means), f"overhead of an action {max(means) * 1e6:.0f} us: measured"
+
+
+class MeasuredCosts:
+    """Layer costs from a cluster's measured curves, and from the roofline for layers that were not measured.
+
+    Memory, collectives inside a sharded layer and what recomputation adds keep the roofline's formulas; recomputation
+    is scaled by how far the measured forward is from the roofline's. `notes` says which layers were measured.
+    """
+
+    notes: tuple[str, ...]
+
+    def __init__(self, cluster: Cluster, setting: Setting = "together") -> None:
+        self.measured = cluster.measured or Measured()
+        self.setting: Setting = setting
+        self.roofline = Roofline()
+        self.notes = ()
+        self._signatures: dict[int, tuple[Graph, str]] = {}
+        self._origins: dict[str, None] = {}
+
+    def times(
+        self, graph: Graph, symbols: tuple[int, int, int], kind: DeviceKind, precision: Precision
+    ) -> LayerTimes | None:
+        """Measured times of one layer for (B rows, T tokens, P earlier tokens), or None if it was not measured."""
+        curve = find_layer(self.measured, self._signature(graph), kind.name, precision, self.setting)
+        if curve is None:
+            self._note(f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured")
+            return None
+        self._note(
+            f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
+            f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
+        )
+        return layer_times(curve, *symbols)
+
+    def layer(
+        self,
+        graph: Graph,
+        symbols: tuple[int, int, int],
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph`; arguments as for `Roofline.layer`."""
+        guess = self.roofline.layer(graph, symbols, kind, precision, recompute, collective, collective_key)
+        times = self.times(graph, symbols, kind, precision)
+        if times is None or symbols[0] == 0:
+            return guess
+        silent = self.roofline.layer(graph, symbols, kind, precision, recompute, _free, "no collectives")
+        plain = self.roofline.layer(graph, symbols, kind, precision, "none", _free, "no collectives")
+        ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
+        return replace(
+            guess,
+            forward_s=times.forward_s + guess.forward_s - silent.forward_s,
+            input_s=times.input_s + guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio,
+            weight_s=times.weight_s + guess.weight_s - silent.weight_s,
+        )
+
+    def _signature(self, graph: Graph) -> str:
+        if id(graph) not in self._signatures:
+            self._signatures[id(graph)] = (graph, signature(graph))
+        return self._signatures[id(graph)][1]
+
+    def _note(self, text: str) -> None:
+        if text not in self._origins:
+            self._origins[text] = None
+            unmeasured = any(note.endswith("not measured") for note in self._origins)
+            self.notes = (*self._origins, *(self.roofline.notes if unmeasured else self.roofline.notes[1:]))
+
+
+def _free(kind: str, total_bytes: float) -> float:
+    """Collectives that cost nothing."""
+    return 0.0
+
+
+def kinds_measured(measured: Measured) -> Mapping[str, int]:
+    """How many layer curves each device kind has."""
+    counts: dict[str, int] = {}
+    for curve in measured.layers:
+        counts[curve.kind] = counts.get(curve.kind, 0) + 1
+    return counts
