@@ -1,0 +1,230 @@
+"""The rules of docs/architecture.md and of the house, over the source as it stands: imports, sizes, words, commands."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "pipefit"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+TORCH_AT_IMPORT = ("run/", "model/families/")
+"""Where torch may be imported when a module is: doing the work, and the models as plain nn.Module layers."""
+
+TORCH_INSIDE_FUNCTIONS = ("model/capture", "model/lift", "model/weights", "model/registry", "model/user", "cli/")
+"""Where functions may import torch: they capture, build, load or save a model, or start a run."""
+
+LINE_LIMIT = 450
+LONG_FILES: dict[str, str] = {}
+"""Files above the limit, each with the reason why it is better whole."""
+
+IMPORT_LIMIT_S = 0.3
+
+
+def module_id(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def rooms() -> dict[str, int]:
+    """Room -> its line in the table of docs/architecture.md; a room may import those of its own line and above."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+/?` ?)+)\|", text, flags=re.MULTILINE)
+    return {name: line for line, row in enumerate(rows) for name in re.findall(r"`(\w+)/?`", row)}
+
+
+def room_of(path: Path) -> str:
+    """The first part of the path; `__main__` is the command line, and the package itself belongs to no room."""
+    parts = path.relative_to(SOURCE).parts
+    name = parts[0].removesuffix(".py")
+    return "cli" if name == "__main__" else name
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """(dotted name, line, whether at import) of everything that a module imports, inside functions too."""
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}:{child.lineno}: a relative import"
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+                yield from ((name, child.lineno, at_import) for name in names)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                yield from visit(child, False)
+            else:
+                inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from visit(child, at_import and not inside)
+
+    yield from visit(tree(path), True)
+
+
+def is_under(path: Path, places: tuple[str, ...]) -> bool:
+    return module_id(path).startswith(places)
+
+
+def test_the_table_of_rooms_names_what_stands() -> None:
+    assert list(rooms())[:4] == ["errors", "units", "codec", "layout"] and list(rooms())[-1] == "cli"
+    standing = {room_of(path) for path in MODULES} - {"__init__"}
+    assert standing == set(rooms()), "docs/architecture.md and src/pipefit name different rooms"
+
+
+def test_imports_go_one_way() -> None:
+    order, faults = rooms(), []
+    for path in MODULES:
+        room = room_of(path)
+        for name, line, _ in imports(path):
+            parts = name.split(".")
+            if parts[0] == "pipefit" and order.get("".join(parts[1:2]), -1) > order.get(room, -1):
+                faults.append(f"{module_id(path)}:{line}: {room} imports {name}, which stands below it")
+    assert not faults, "\n".join(faults)
+
+
+def test_torch_is_imported_where_it_may_be() -> None:
+    faults = []
+    for path in MODULES:
+        for name, line, at_import in imports(path):
+            allowed = TORCH_AT_IMPORT if at_import else TORCH_AT_IMPORT + TORCH_INSIDE_FUNCTIONS
+            if name.split(".")[0] in ("torch", "transformers") and not is_under(path, allowed):
+                faults.append(f"{module_id(path)}:{line} imports {name}")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_check_sees_imports_wherever_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(
+        "import torch.nn\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import scipy\n"
+        "class C:\n    from pipefit import plan\n    def f(self):\n        from pipefit.run.stage import S\n"
+    )
+    assert [found for found in imports(path) if found[0] != "typing.TYPE_CHECKING"] == [
+        ("torch.nn", 1, True),
+        ("scipy", 4, False),
+        ("pipefit.plan", 6, True),
+        ("pipefit.run.stage.S", 8, False),
+    ]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [module_id(path) for path in MODULES if len(ast.get_docstring(tree(path)) or "") < 20]
+    assert not silent, f"without a docstring: {silent}"
+
+
+def test_the_core_imports_quickly_and_without_heavy_libraries() -> None:
+    """Best of three, in processes of their own. A slow machine is known by how long numpy itself takes."""
+    core = [
+        "pipefit." + module_id(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in MODULES
+        if not is_under(path, ("run/", "cli/", "model/families/", "__")) and path.parent != SOURCE
+    ]
+    program = (
+        "import importlib, json, sys, time\n"
+        "a = time.perf_counter()\nimport numpy\nb = time.perf_counter()\n"
+        f"for name in {core!r}: importlib.import_module(name)\n"
+        "c = time.perf_counter()\nprint(json.dumps([b - a, c - b, sorted(sys.modules)]))\n"
+    )
+    times = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT
+        )
+        numpy_s, core_s, loaded = json.loads(done.stdout)
+        heavy = {"torch", "scipy", "numba", "pyarrow", "tokenizers", "transformers", "ortools", "ray"} & set(loaded)
+        assert not heavy, f"importing the core imported {sorted(heavy)}"
+        times.append((core_s, numpy_s))
+    core_s, numpy_s = min(times)
+    assert core_s < IMPORT_LIMIT_S or core_s < 3 * numpy_s, f"{core_s:.2f} s, numpy itself {numpy_s:.2f} s"
+
+
+def python_files() -> list[Path]:
+    folders = [ROOT / name for name in ("src", "tests", "benchmarks", "examples")]
+    return sorted(path for folder in folders if folder.is_dir() for path in folder.rglob("*.py"))
+
+
+def test_files_are_short_enough_to_read() -> None:
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_bytes().splitlines()) for path in python_files()}
+    long = {name: length for name, length in lengths.items() if length > LINE_LIMIT}
+    assert long.keys() == LONG_FILES.keys(), f"above {LINE_LIMIT} lines, or listed without need: {long}"
+    assert all(len(reason) > 20 for reason in LONG_FILES.values())
+
+
+def text_files() -> Iterator[tuple[Path, str]]:
+    """What a clone would hold: every text file but those that git ignores by name."""
+    skipped = {".git", ".venv", "build", "dist", "runs", "out", "__pycache__", "node_modules", ".hypothesis"}
+    for parent, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in skipped and not name.endswith(("_cache", ".egg-info"))]
+        for name in files:
+            path = Path(parent, name)
+            if path != Path(__file__).resolve() and path.stat().st_size < 10_000_000:
+                try:
+                    yield path, path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    continue
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    words = [re.escape(str(ROOT)), r"/(?:root|home/\w+|Users/\w+|work)/"]
+    for variable in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_DEFAULT_INDEX"):
+        for address in os.environ.get(variable, "").split():
+            host = urlsplit(address).hostname
+            if host and not host.endswith(("pypi.org", "pytorch.org")):
+                words.append(re.escape(host))
+    pattern = re.compile("|".join(words))
+    for path, text in text_files():
+        found = pattern.search(text)
+        assert found is None, f"{path}: {found[0] if found else ''}"
+
+
+def test_nothing_is_left_to_do_in_the_source() -> None:
+    pattern = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    for path in MODULES:
+        found = pattern.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path}: {found[0] if found else ''}"
+
+
+def commands() -> list[str]:
+    names = [entry.name for entry in pkgutil.iter_modules([str(SOURCE / "cli")])]
+    return sorted(name for name in names if hasattr(importlib.import_module(f"pipefit.cli.{name}"), "command"))
+
+
+def test_every_command_answers_help() -> None:
+    from typer.testing import CliRunner
+
+    from pipefit.cli import build_app
+
+    app, runner = build_app(), CliRunner()
+    overview = runner.invoke(app, ["--help"], env={"COLUMNS": "200"})
+    assert overview.exit_code == 0
+    assert commands(), "there is not one command"
+    for name in commands():
+        word = name.replace("_", "-")
+        assert word in overview.output
+        answer = runner.invoke(app, [word, "--help"], env={"COLUMNS": "200"})
+        assert answer.exit_code == 0 and "Usage" in answer.output, f"{word} --help: {answer.output}"
+        assert len(answer.output.strip().splitlines()) > 5, f"{word} --help says next to nothing"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    program = (
+        "import sys, runpy\nsys.argv = ['pipefit', '--help']\n"
+        "try: runpy.run_module('pipefit', run_name='__main__')\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'scipy' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
