@@ -1,0 +1,399 @@
+"""Capture: from plain modules to operator graphs, by non-strict `torch.export` on the meta device.
+
+Every distinct layer is exported once, in bfloat16 (so that casts to float32 are visible), with rows B and tokens T as
+dynamic dimensions: an export that would freeze one of them fails. The nodes become operators (`convert.py`), small
+pieces become our kinds again (`lift.py`). A layer that cannot be exported or expressed becomes one `opaque` operator,
+with a warning that names the layer, the line and the reason. Torch is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipefit.errors import ModelError
+from pipefit.model.convert import Emitter, Unconvertible, convert
+from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Shape, Tensor
+from pipefit.model.lift import lift
+from pipefit.model.ops import KINDS
+from pipefit.model.registry import USER, build_layers, typed_config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MODULE = "language"
+"The name of the only module of a captured chain."
+
+_ROLES = ("tokens", "positions", "labels", "documents")
+_EXAMPLE = {"B": 3, "T": 11}
+"Sizes of the example inputs; they appear in no graph."
+
+
+class OpaqueLayerWarning(UserWarning):
+    """A layer that could not be captured and runs as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """How a layer is called: argument name -> graph input."""
+
+    arguments: Mapping[str, Tensor]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(self.arguments.values())
+
+
+def capture(family: str, config: Mapping[str, Any]) -> Model:
+    """The model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
+    layers = build_layers(family, config)
+    candidates = []
+    if family != USER:
+        rotary = getattr(typed_config(family, config), "rotary", None)
+        candidates = [rotary] if rotary else []
+    return capture_layers(layers, family=family, config=config, rotary=candidates)
+
+
+def capture_layers(
+    layers: Sequence[nn.Module],
+    *,
+    family: str = USER,
+    config: Mapping[str, Any] | None = None,
+    x_features: int | None = None,
+    rotary: Sequence[Mapping[str, Any]] = (),
+) -> Model:
+    """The chain `layers` as operator graphs; equal layers share one.
+
+    The first argument of a layer's forward is its `x` unless it is named as an input of the step plan (tokens,
+    positions, labels, documents). `x_features`: D of the first layer's x (B, T, D), where it has one. Raises ModelError
+    for a chain that does not fit together.
+    """
+    from pipefit.model.families import finish
+
+    if not layers:
+        raise ModelError("The model has no layers.", where="layers", allowed="a list of nn.Modules")
+    if any(not hasattr(layer, "parameter_names") for layer in layers):
+        finish(layers, _device_of(layers), None)
+    x_shape: Shape | None = None if x_features is None else ("B", "T", x_features)
+    graphs: dict[str, Graph] = {}
+    known: dict[Any, str] = {}
+    chain = []
+    for layer in layers:
+        name = str(layer.layer_name)
+        call = _call_of(layer, name, x_shape)
+        fingerprint = (_fingerprint(layer), call.inputs)
+        if fingerprint not in known:
+            graph = _capture_layer(layer, name, call, rotary)
+            known[fingerprint] = graph.hash
+            graphs[graph.hash] = graph
+        graph = graphs[known[fingerprint]]
+        if graph.operators[0].kind == "opaque" and graph.operators[0].attributes["key"] != name:
+            graph = _opaque(layer, name, call, str(graph.operators[0].attributes["reason"]))
+            graphs[graph.hash] = graph
+        names = {parameter.name: layer.parameter_names[parameter.name] for parameter in graph.parameters}
+        chain.append(Layer(name=name, graph=graph.hash, parameters=names))
+        x_shape = _output_shape(graph)
+    keys = {layer.graph for layer in chain}
+    used = {key: graph for key, graph in graphs.items() if key in keys}
+    return Model(
+        family=family, config=dict(config or {}), modules=(Module(name=MODULE, layers=tuple(chain)),), graphs=used
+    )
+
+
+def _device_of(layers: Sequence[nn.Module]) -> str:
+    devices = {str(parameter.device) for layer in layers for parameter in layer.parameters()}
+    return devices.pop() if len(devices) == 1 else "cpu"
+
+
+def _output_shape(graph: Graph) -> Shape:
+    return graph.tensor(graph.outputs[0]).shape
+
+
+def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
+    """The graph inputs that the arguments of forward stand for."""
+    arguments: dict[str, Tensor] = {}
+    for argument in inspect.signature(layer.forward).parameters.values():
+        if argument.name in _ROLES:
+            tensor = Tensor(name=argument.name, shape=("B", "T"), dtype="int64", role=argument.name)  # type: ignore[arg-type]
+        elif not any(tensor.role == "activation" for tensor in arguments.values()) and not arguments:
+            if x_shape is None:
+                raise ModelError(
+                    "The first layer takes a hidden state, and its width is not known.",
+                    where=name,
+                    seen=f"forward({argument.name}, ...)",
+                    allowed="a first layer that takes `tokens`, or capture_layers(..., x_features=D)",
+                )
+            tensor = Tensor(name="x", shape=x_shape)
+        elif argument.default is not argument.empty or argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            continue
+        else:
+            raise ModelError(
+                "A layer takes an input that nobody feeds.",
+                where=f"layer {name}",
+                seen=f"forward argument {argument.name!r}",
+                allowed=f"the hidden state first, then {', '.join(_ROLES)}",
+            )
+        arguments[argument.name] = tensor
+    return _Call(arguments)
+
+
+def _capture_layer(layer: nn.Module, name: str, call: _Call, rotary: Sequence[Mapping[str, Any]]) -> Graph:
+    """The graph of one layer; an opaque one where it cannot be captured."""
+    reason = ""
+    for dtype in ("bfloat16", "float32"):
+        try:
+            graph = lift(_export(layer, call, dtype), rotary)
+        except Unconvertible as error:
+            reason = str(error)
+            continue
+        unknown = [operator for operator in graph.operators if operator.kind not in KINDS]
+        if not unknown:
+            return graph
+        reason = f"there is no operator for {unknown[0].kind}, in {unknown[0].source}"
+    warnings.warn(
+        f"layer {name} ({type(layer).__name__}) is not captured and stays opaque: {reason}",
+        OpaqueLayerWarning,
+        stacklevel=3,
+    )
+    return _opaque(layer, name, call, reason)
+
+
+def _export(layer: nn.Module, call: _Call, dtype: str) -> Graph:
+    """The graph before lifting. Raises Unconvertible with the reason."""
+    import torch
+
+    compute = getattr(torch, dtype)
+    module = _on_meta(layer, compute)
+    buffers = {local: buffer for local, buffer in layer.named_buffers() if buffer.device.type != "meta"}
+    dims = {symbol: torch.export.Dim(symbol, min=2, max=1 << 24) for symbol in _EXAMPLE}
+    arguments, dynamic = {}, {}
+    for argument, tensor in call.arguments.items():
+        sizes = [_EXAMPLE[size] if isinstance(size, str) else size for size in tensor.shape]
+        kind = compute if tensor.dtype == "compute" else getattr(torch, tensor.dtype)
+        arguments[argument] = torch.empty(sizes, dtype=kind, device="meta")
+        dynamic[argument] = {i: dims[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
+    except Exception as error:  # whatever user code raises under export
+        raise Unconvertible(_export_reason(error)) from error
+    if program.graph_signature.buffers_to_mutate:
+        raise Unconvertible("it changes a buffer in its forward")
+    return _convert(program, layer, call, dtype, buffers)
+
+
+def _export_reason(error: Exception) -> str:
+    """The first line of the message and the last line of code outside of torch."""
+    import traceback
+
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [
+        f for f in frames if "/torch/" not in f.filename and not f.filename.startswith("<") and f.filename != __file__
+    ]
+    where = f", at {outside[-1].filename.rsplit('/', 1)[-1]}:{outside[-1].lineno}" if outside else ""
+    user = re.search(r'File "([^"]+)", line (\d+)', str(error))
+    if user is not None and not where:
+        where = f", at {user[1].rsplit('/', 1)[-1]}:{user[2]}"
+    return f"{message[:200]}{where}"
+
+
+def _on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the layer without numbers: parameters in `dtype` on the meta device, leaves as one operator each."""
+    import copy
+
+    import torch
+
+    memo: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty(parameter.shape, dtype=kind, device="meta")
+        memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in layer.buffers():
+        kind = dtype if buffer.is_floating_point() and dtype != torch.bfloat16 else buffer.dtype
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=kind, device="meta")
+    module = copy.deepcopy(layer, memo)
+    _replace_leaves(module)
+    return module
+
+
+def _replace_leaves(module: nn.Module) -> None:
+    """Let every Leaf call the custom operator `pipefit::leaf` instead of its own forward."""
+    from pipefit.model.families.common import Leaf
+    from pipefit.model.leaf import leaf
+
+    for child in module.modules():
+        if not isinstance(child, Leaf):
+            continue
+        attributes = json.dumps(child.operator_attributes(), sort_keys=True)
+
+        def forward(*args: Any, _child: Leaf = child, _attributes: str = attributes) -> Any:
+            parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
+            return leaf([*args, *parameters], _child.kind, _attributes)
+
+        child.forward = forward  # type: ignore[method-assign]
+
+
+def _convert(program: Any, layer: nn.Module, call: _Call, dtype: str, buffers: Mapping[str, Any]) -> Graph:
+    """Operators of an exported program, not yet lifted."""
+    signature = program.graph_signature
+    inputs = {spec.arg.name: spec for spec in signature.input_specs}
+    nodes = list(program.graph.nodes)
+    emitter = Emitter(_symbols(nodes, inputs, call), dtype, type(layer).__name__)
+    for node in nodes:
+        if node.op == "placeholder":
+            _place(emitter, node, inputs[node.name], call, program, buffers)
+        elif node.op == "call_function":
+            if not _fold(emitter, node):
+                convert(emitter, node, type(layer).__name__)
+        elif node.op == "output":
+            outputs = node.args[0]
+    if len(outputs) != 1 or not hasattr(outputs[0], "meta"):
+        raise Unconvertible(f"its forward returns {len(outputs)} values, not one tensor")
+    result = emitter.value(outputs[0])
+    specs = tuple(
+        ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+        for local, parameter in layer.named_parameters()
+    )
+    return Graph(
+        inputs=call.inputs,
+        outputs=(result,),
+        operators=tuple(emitter.operators),
+        parameters=specs,
+        tensors=tuple(emitter.tensors.values()),
+    )
+
+
+def _symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _Call) -> dict[str, str]:
+    """The export's symbols -> B and T, from the shapes of the inputs. Unconvertible where one was frozen."""
+    found: dict[str, str] = {}
+    placeholders = [node for node in nodes if node.op == "placeholder" and inputs[node.name].kind.name == "USER_INPUT"]
+    for node, tensor in zip(placeholders, call.inputs, strict=True):
+        for size, ours in zip(node.meta["val"].shape, tensor.shape, strict=True):
+            if not isinstance(ours, str):
+                continue
+            if isinstance(size, int):
+                raise Unconvertible(f"it works for one number of {'rows' if ours == 'B' else 'tokens'} only")
+            found[str(size.node.expr)] = ours
+    return found
+
+
+def _place(emitter: Emitter, node: Any, spec: Any, call: _Call, program: Any, buffers: Mapping[str, Any]) -> None:
+    """Give an exported input its value: a graph input, a parameter, or a constant."""
+    kind = spec.kind.name
+    if kind == "USER_INPUT":
+        emitter.names[node] = call.arguments[node.name].name
+        tensor = call.arguments[node.name]
+        emitter.tensors.pop(tensor.name, None)
+    elif kind == "PARAMETER":
+        emitter.names[node] = spec.target
+    elif kind == "BUFFER":
+        if spec.target in buffers:
+            emitter.constants[node] = buffers[spec.target].detach().cpu()
+    else:
+        constant = program.constants.get(spec.target)
+        if constant is not None and constant.device.type != "meta":
+            emitter.constants[node] = constant.detach().cpu()
+
+
+def _fold(emitter: Emitter, node: Any) -> bool:
+    """Compute a node whose inputs are all known numbers (frequencies of rotary embeddings, scales)."""
+    import torch
+
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return False
+    if any(source not in emitter.constants for source in node.all_input_nodes) or value.numel() > 65536:
+        return False
+    if "rand" in str(node.target) or "dropout" in str(node.target):
+        return False
+
+    def known(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            return emitter.constants[item].clone()
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    arguments = torch.fx.node.map_aggregate(node.args, known)
+    keywords = torch.fx.node.map_aggregate(dict(node.kwargs), known)
+    emitter.constants[node] = node.target(*arguments, **keywords)
+    return True
+
+
+def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
+    """The whole layer as one opaque operator. Its output has the shape of x, or is the loss where it takes labels."""
+    values = [tensor.name for tensor in call.inputs]
+    parameters = tuple(
+        ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+        for local, parameter in layer.named_parameters()
+    )
+    shape: Shape
+    if "labels" in values:
+        shape = ()
+    elif getattr(layer, "output_features", None) is not None:
+        shape = ("B", "T", int(layer.output_features))
+    elif "x" in values:
+        shape = call.arguments[next(iter(call.arguments))].shape
+    else:
+        raise ModelError(
+            "A layer that cannot be captured must say how wide its output is.",
+            where=f"layer {name}",
+            seen=reason,
+            allowed="an attribute `output_features` of the layer",
+        )
+    attributes = {
+        "key": name,
+        "inputs": len(values),
+        "shape": list(shape),
+        "parameter_count": sum(parameter.numel() for parameter in layer.parameters()),
+        "kept_factor": float(getattr(layer, "kept_factor", 4.0)),
+        "reason": reason,
+    }
+    output = Tensor(name="opaque_0", shape=shape, dtype="float32" if shape == () else "compute")
+    operator = Operator(
+        kind="opaque",
+        inputs=(*values, *(parameter.name for parameter in parameters)),
+        outputs=(output.name,),
+        attributes=attributes,
+        source=type(layer).__name__,
+    )
+    return Graph(
+        inputs=call.inputs, outputs=(output.name,), operators=(operator,), parameters=parameters, tensors=(output,)
+    )
+
+
+def _fingerprint(layer: nn.Module) -> Any:
+    """Equal for layers that compute the same function of their inputs and parameters: classes, plain attributes,
+    shapes. Anything that we cannot compare counts as different."""
+    import torch
+
+    parts: list[Any] = []
+    own = {"layer_name", "parameter_names", "_parameters", "_buffers", "_modules"}
+    for path, module in layer.named_modules(remove_duplicate=False):
+        plain = tuple((key, _plain(value)) for key, value in sorted(vars(module).items()) if key not in own)
+        parameters = tuple((key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False))
+        buffers = tuple(
+            (key, "meta" if b.device.type == "meta" else tuple(b.detach().flatten().tolist()))
+            for key, b in module.named_buffers(recurse=False)
+            if isinstance(b, torch.Tensor)
+        )
+        parts.append((path, type(module), plain, parameters, buffers))
+    return tuple(parts)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, set):
+        return tuple(sorted(map(str, value)))
+    return id(value)
