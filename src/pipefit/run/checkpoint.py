@@ -93,12 +93,12 @@ def save_async(
 
 
 class PendingSave:
-    """A save under way in a thread."""
+    """A save under way in a thread. The thread does not keep a process alive: wait for it before the process ends."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self._result: Path | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
