@@ -40,13 +40,18 @@ FACTS: Mapping[str, Facts] = {
 _ANY = Facts(fused=False, in_flight="one")
 
 
+def facts_of(schedule: str) -> Facts:
+    """What is certain of a family; of one that is not listed, what holds for any order."""
+    return FACTS.get(schedule, _ANY)
+
+
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
     """The least number of microbatches whose activations a stage of a chain holds at once.
 
     GPipe holds all of them, 1F1B as many as there are stages to the end (Narayanan et al. 2021, arXiv 2104.04473);
     of any other order only one is certain.
     """
-    rule = FACTS.get(schedule, _ANY).in_flight
+    rule = facts_of(schedule).in_flight
     return {"all": microbatches, "end": min(microbatches, stages - stage), "one": 1}[rule]
 
 
@@ -77,7 +82,7 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
     forward = _per_stage(costs, "F", stages, slices)
     fused = _per_stage(costs, "B", stages, slices)
     parted = _per_stage(costs, "I", stages, slices) + _per_stage(costs, "W", stages, slices)
-    facts = FACTS.get(schedule, _ANY)
+    facts = facts_of(schedule)
     backward = fused if facts.fused else np.minimum(fused, parted)
     after = max(
         float(costs.step_s[lane]) + sum(float(costs.gather_s[s]) for s in range(stages) if placement[s] == lane)

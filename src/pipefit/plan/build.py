@@ -6,6 +6,8 @@ parts.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.codec import digest
@@ -15,13 +17,14 @@ from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model, Module
-from pipefit.plan.cut import LayerTables, cost_cuts, layer_tables
+from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, check_decisions
-from pipefit.plan.order import make_order
+from pipefit.plan.order import make_schedule, order_of
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
-from pipefit.plan.types import Hashes, Job, ModelSource, Plan, Space
+from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
 from pipefit.plan.work import Parts, pipeline_work
+from pipefit.schedule.actions import Schedule
 
 VERSION = 1
 
@@ -53,7 +56,7 @@ class Workbench:
     def parts(self, job: Job, decisions: Decisions) -> Parts:
         """Groups, stages and edges of these decisions; layers are cut by their costs where no cuts are given."""
         module = self.module
-        cuts = decisions.cuts or cost_cuts(decisions, self.tables(job, decisions))
+        cuts = self.cutter.cut(job, decisions).cuts
         stages = make_stages(module, decisions, cuts, self.programs)
         zero1 = decisions.zero1 and len(decisions.replicas) > 1
         return Parts(
@@ -68,19 +71,27 @@ class Workbench:
             split_state=(zero1,) * len(stages),
         )
 
-    def tables(self, job: Job, decisions: Decisions) -> LayerTables:
-        """What every layer would cost on the devices of every stage."""
-        return layer_tables(job, decisions, self.programs, self.module.name, self.network, self.layers)
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Cuts of the only module."""
+        return Cutter(self.programs, self.module.name, self.network, self.layers)
 
     def costs(self, parts: Parts) -> CostTable:
         """The cost table of these parts."""
         return cost_table(pipeline_work(parts, self.programs), self.network, self.layers)
 
-    def plan(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Plan:
-        """The plan of these parts, its order made by the schedule family and lowered by `costs`."""
+    def parameters(self, parts: Parts, decisions: Decisions) -> tuple[Parameter, ...]:
+        """The parameters of these parts."""
         zero1 = any(parts.split_state)
-        parameters = make_parameters(self.module, parts.stages, self.programs, decisions.shards, zero1)
-        order = make_order(decisions.schedule, parts, parameters, costs)
+        return make_parameters(self.module, parts.stages, self.programs, decisions.shards, zero1)
+
+    def schedule(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Schedule:
+        """The order of the decided family for these parts, its transfers put in by the times of `costs`."""
+        return make_schedule(decisions.schedule, parts, self.parameters(parts, decisions), costs)
+
+    def plan(self, parts: Parts, decisions: Decisions, schedule: Schedule) -> Plan:
+        """The plan of these parts with this lowered order."""
+        parameters = self.parameters(parts, decisions)
         cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
         return Plan(
             version=VERSION,
@@ -91,7 +102,7 @@ class Workbench:
             stages=parts.stages,
             edges=parts.edges,
             parameters=parameters,
-            order=order,
+            order=order_of(schedule, parts.slices),
             hashes=self.hashes,
             decisions=decisions.words(cuts),
         )
@@ -110,4 +121,4 @@ def build_plan(
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     parts = bench.parts(job, decisions)
-    return bench.plan(parts, decisions, bench.costs(parts))
+    return bench.plan(parts, decisions, bench.schedule(parts, decisions, bench.costs(parts)))

@@ -15,8 +15,8 @@ from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
 
 
-def make_order(family_name: str, parts: Parts, parameters: Sequence[Parameter], costs: CostTable | None) -> Order:
-    """The order of the named family for these parts. Raises ScheduleError where the family cannot make it."""
+def make_schedule(family_name: str, parts: Parts, parameters: Sequence[Parameter], costs: CostTable | None) -> Schedule:
+    """The lowered schedule of the named family for these parts. Raises ScheduleError where it cannot be made."""
     problem = Problem(
         placement=parts.placement,
         microbatches=parts.microbatches,
@@ -25,7 +25,7 @@ def make_order(family_name: str, parts: Parts, parameters: Sequence[Parameter], 
         costs=costs,
     )
     computed = family(family_name)(problem)
-    return order_of(lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs), parts.slices)
+    return lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs)
 
 
 def lower_for(

@@ -16,9 +16,9 @@ Array = NDArray[np.float64]
 
 
 def partition(
-    times_s: Sequence[Sequence[float]],
-    memory_bytes: Sequence[Sequence[float]] | None = None,
-    limit_bytes: Sequence[float] | None = None,
+    times_s: Sequence[Sequence[float]] | Array,
+    memory_bytes: Sequence[Sequence[float]] | Array | None = None,
+    limit_bytes: Sequence[float] | Array | None = None,
 ) -> tuple[int, ...] | None:
     """The boundaries (0, cut, ..., layers) of the best stages, or None if no cut fits the limits.
 

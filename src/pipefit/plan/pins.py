@@ -1,0 +1,140 @@
+"""What a user can pin: `--fix KEY=VALUE`. Every key says what it takes, and every mistake what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.errors import PlanError
+from pipefit.plan.decisions import Decisions
+from pipefit.schedule.families import FAMILIES
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One thing that can be pinned."""
+
+    help: str
+    parse: Callable[[str], Any]
+
+
+def _shares(text: str) -> tuple[int, ...]:
+    """`4` is four even ones, `2:1:1` are three uneven ones."""
+    if ":" in text:
+        shares = tuple(int(part) for part in text.split(":"))
+    else:
+        shares = (1,) * int(text)
+    if not shares or min(shares) < 1:
+        raise ValueError(text)
+    return shares
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def _recompute(text: str) -> tuple[str, ...]:
+    return tuple(_choice("none", "selective", "full")(part) for part in text.split(","))
+
+
+def _switch(text: str) -> bool:
+    return {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}[text.lower()]
+
+
+KEYS: Mapping[str, Key] = {
+    "replicas": Key("a count, or shares such as 2:1", _shares),
+    "stages": Key("a count", _count),
+    "shards": Key("a count, or shares such as 2:1", _shares),
+    "sharding": Key("none, megatron or megatron-sp", _choice("none", "megatron", "megatron-sp")),
+    "microbatches": Key("a count that divides the batch", _count),
+    "schedule": Key(", ".join(sorted(FAMILIES)), _choice(*FAMILIES)),
+    "recompute": Key("none, selective or full; or one of them for each stage, with commas", _recompute),
+    "zero1": Key("true or false", _switch),
+    "inner": Key("replica or stage: who lies next to each other", _choice("replica", "stage")),
+    "devices": Key("a count: how many devices take part", _count),
+    "cuts": Key("first layer of every stage but the first, with commas", _numbers),
+    "slices": Key("tokens of each slice, with commas", _numbers),
+    "placement": Key("lane of every stage, with commas", _numbers),
+}
+
+
+def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
+    """The pins that `--fix` options give. Raises PlanError for an unknown key, a bad value, or a key given twice."""
+    pins: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        name = name.strip()
+        if not separator or name not in KEYS:
+            near = difflib.get_close_matches(name, KEYS, n=1)
+            raise PlanError(
+                f"There is nothing called {name!r} to fix." if separator else "A fix is written KEY=VALUE.",
+                where="--fix",
+                seen=repr(text),
+                allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items()),
+                next_step=f"did you mean {near[0]}?" if near else None,
+            )
+        if name in pins:
+            raise PlanError("The same thing is fixed twice.", where="--fix", seen=repr(text))
+        try:
+            pins[name] = KEYS[name].parse(value.strip())
+        except (ValueError, KeyError):
+            raise PlanError(
+                f"This is no value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[name].help
+            ) from None
+    _check_together(pins)
+    return pins
+
+
+def _check_together(pins: Mapping[str, Any]) -> None:
+    stages = {len(pins["cuts"]) + 1} if "cuts" in pins else set()
+    stages |= {pins["stages"]} if "stages" in pins else set()
+    stages |= {len(pins["placement"])} if "placement" in pins else set()
+    if len(stages) > 1:
+        raise PlanError(
+            "These fixes mean different numbers of stages.",
+            where="--fix stages, cuts, placement",
+            seen=", ".join(map(str, sorted(stages))),
+            next_step="cuts name one layer fewer than there are stages; a placement names a lane for each stage",
+        )
+    sharded = pins.get("sharding", "megatron-sp") != "none"
+    if "shards" in pins and (len(pins["shards"]) > 1) != sharded and "sharding" in pins:
+        raise PlanError(
+            "More than one shard needs a sharding, and a sharding more than one shard.",
+            where="--fix shards, sharding",
+            seen=f"shards={len(pins['shards'])}, sharding={pins['sharding']}",
+            allowed="shards=2 with sharding=megatron or sharding=megatron-sp",
+        )
+    if pins.get("sharding", "none") != "none" and "shards" not in pins:
+        raise PlanError(
+            "A sharding needs the number of shards.",
+            where="--fix sharding",
+            seen=pins["sharding"],
+            next_step="add --fix shards=2",
+        )
+
+
+def describe(decisions: Decisions) -> str:
+    """The choices in one short line for people."""
+    shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
+    return (
+        f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{shards}, "
+        f"{decisions.microbatches} microbatches, {decisions.schedule}, recompute {','.join(decisions.recompute)}, "
+        f"ZeRO-1 {'on' if decisions.zero1 else 'off'}"
+    )

@@ -1,0 +1,247 @@
+"""The search for the fastest plan that fits: best first, by bounds that get tighter, decided by the simulator alone.
+
+Every candidate waits in a heap under a lower bound of its step time. What comes out on top is looked at one level
+closer: first the compute of a perfectly even cut, then that of its exact cut, then a whole cost table with links and
+reductions, at last the simulation of its lowered lanes. When the top of the heap is a bound above the best simulated
+time, no other plan of the space is faster: the result is optimal in its space, as far as the simulator is right.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipefit.cluster.topology import device_count
+from pipefit.cost.table import cost_table
+from pipefit.cost.types import CostTable
+from pipefit.plan.bounds import chain_bound_s, even_bound_s, facts_of, table_bound_s
+from pipefit.plan.build import Workbench
+from pipefit.plan.cut import Cut
+from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.predict import Simulation, lane_limits
+from pipefit.plan.space import check_space, space
+from pipefit.plan.types import Job
+from pipefit.plan.work import Parts, pipeline_work
+from pipefit.simulate import simulate
+
+EVEN, CUT, TABLE, SIMULATED = range(4)
+"""How closely a candidate has been looked at."""
+
+EXTRA_SIMULATIONS = 24
+"""Simulations spent, after the best plan is known, on making the list of alternatives exact."""
+
+TIE = 1e-9
+"""Relative difference of step times that counts as none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A simulated candidate."""
+
+    decisions: Decisions
+    "With its cuts."
+    parts: Parts
+    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        return self.simulation.timeline.makespan_s
+
+    @property
+    def worst_lane(self) -> int:
+        """The lane that is fullest for its limit."""
+        limits = self.simulation.limits_bytes
+        return max(range(len(limits)), key=lambda lane: self.simulation.timeline.peak_bytes[lane] / limits[lane])
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.simulation.timeline.peak_bytes[self.worst_lane])
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.simulation.limits_bytes[self.worst_lane]
+
+    @property
+    def rank(self) -> tuple[float, float, int, int]:
+        """Faster first; among equally fast ones (within TIE) less memory, fewer devices, fewer stages."""
+        return (float(f"{self.step_s:.9e}"), self.peak_bytes, self.decisions.device_count, self.decisions.stage_count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A candidate that cannot fit, by the closed form or by simulation."""
+
+    decisions: Decisions
+    bound_s: float
+    "It would take at least this long."
+    peak_bytes: float
+    limit_bytes: float
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The outcome of a search."""
+
+    fitting: tuple[Evaluated, ...]
+    "Simulated and fitting, the best first; empty where nothing fits."
+    misfits: tuple[Misfit, ...]
+    "What did not fit, the fastest first."
+    lower_bound_s: float
+    "No plan of the space is faster: the least closed-form bound of all, fitting or not."
+    considered: int
+    simulated: int
+
+
+Progress = Callable[[int, int, float | None], None]
+"""(candidates left, simulations done, best step so far)."""
+
+
+def search(
+    bench: Workbench, job: Job, pins: Mapping[str, Any] | None = None, top: int = 5, progress: Progress | None = None
+) -> Found:
+    """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
+    pins = pins or {}
+    count, layers = device_count(bench.cluster), len(bench.module.layers)
+    check_space(job, layers, count, pins)
+    return _Search(bench, job, pins, top, progress).run(list(space(job, layers, count, len(bench.cluster.hosts), pins)))
+
+
+@dataclass(slots=True)
+class _Candidate:
+    decisions: Decisions
+    level: int = EVEN
+    cut: Cut | None = None
+    parts: Parts | None = None
+    costs: CostTable | None = None
+
+
+class _Search:
+    def __init__(
+        self, bench: Workbench, job: Job, pins: Mapping[str, Any], top: int, progress: Progress | None
+    ) -> None:
+        self.bench = bench
+        self.job = job
+        self.pins = pins
+        self.top = top
+        self.progress = progress
+        self.fitting: list[Evaluated] = []
+        self.misfits: list[Misfit] = []
+        self.simulated = 0
+
+    def run(self, choices: list[Decisions]) -> Found:
+        if len(choices) == 1:
+            check_decisions(choices[0], self.job, len(self.bench.module.layers), self.bench.network.devices)
+        candidates = [_Candidate(decisions) for decisions in choices]
+        heap = [(self.even_bound_s(candidate.decisions), index) for index, candidate in enumerate(candidates)]
+        lower_bound_s = min(bound for bound, _ in heap)
+        heapq.heapify(heap)
+        proven_at: int | None = None
+        while heap:
+            bound_s, index = heap[0]
+            if self.fitting and bound_s > self.fitting[0].step_s * (1 + TIE):
+                proven_at = self.simulated if proven_at is None else proven_at
+                enough = len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s
+                if enough or self.simulated - proven_at >= EXTRA_SIMULATIONS:
+                    break
+            heapq.heappop(heap)
+            again = self.look_closer(candidates[index], bound_s)
+            if again is not None:
+                heapq.heappush(heap, (max(again, bound_s), index))
+            if self.progress is not None:
+                self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
+        self.misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
+        return Found(
+            fitting=tuple(self.fitting),
+            misfits=tuple(self.misfits),
+            lower_bound_s=lower_bound_s,
+            considered=len(choices),
+            simulated=self.simulated,
+        )
+
+    def even_bound_s(self, decisions: Decisions) -> float:
+        total_s, largest_s = self.bench.cutter.floor_s(self.job, decisions)
+        return even_bound_s(total_s, largest_s, decisions.lanes, decisions.microbatches)
+
+    def look_closer(self, candidate: _Candidate, bound_s: float) -> float | None:
+        """Raise the candidate by one level and return its new bound, or None when it is done with."""
+        candidate.level += 1
+        if candidate.level == CUT:
+            return self._cut(candidate, bound_s)
+        if candidate.level == TABLE:
+            return self._table(candidate)
+        self._simulate(candidate, bound_s)
+        return None
+
+    def _cut(self, candidate: _Candidate, bound_s: float) -> float | None:
+        decisions = candidate.decisions
+        cut = self.bench.cutter.cut(self.job, decisions)
+        chain = len({*decisions.lane_of_stage}) == decisions.stage_count and not decisions.slices
+        if chain:
+            fused = facts_of(decisions.schedule).fused
+            bound_s = max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, decisions.microbatches, fused))
+        candidate.decisions = replace(decisions, cuts=cut.cuts)
+        if not cut.fits and chain:
+            stage = max(range(len(cut.floor_bytes)), key=lambda s: cut.floor_bytes[s] - cut.limit_bytes[s])
+            self.misfits.append(
+                Misfit(
+                    decisions=candidate.decisions,
+                    bound_s=bound_s,
+                    peak_bytes=cut.floor_bytes[stage],
+                    limit_bytes=cut.limit_bytes[stage],
+                    lane=decisions.lane_of_stage[stage],
+                )
+            )
+            return None
+        return bound_s
+
+    def _table(self, candidate: _Candidate) -> float:
+        candidate.parts = self.bench.parts(self.job, candidate.decisions)
+        candidate.costs = self.bench.costs(candidate.parts)
+        return table_bound_s(
+            candidate.costs, candidate.parts.placement, candidate.decisions.microbatches, candidate.decisions.schedule
+        )
+
+    def _simulate(self, candidate: _Candidate, bound_s: float) -> None:
+        assert candidate.parts is not None and candidate.costs is not None
+        found = evaluate(self.bench, candidate.decisions, candidate.parts, candidate.costs)
+        self.simulated += 1
+        candidate.costs = None
+        if found.simulation.fits:
+            self.fitting.append(found)
+            self.fitting.sort(key=lambda one: one.rank)
+            return
+        self.misfits.append(
+            Misfit(
+                decisions=found.decisions,
+                bound_s=max(bound_s, found.step_s),
+                peak_bytes=found.peak_bytes,
+                limit_bytes=found.limit_bytes,
+                lane=found.worst_lane,
+            )
+        )
+
+
+def evaluate(
+    bench: Workbench,
+    decisions: Decisions,
+    parts: Parts | None = None,
+    costs: CostTable | None = None,
+    job: Job | None = None,
+) -> Evaluated:
+    """Simulate one candidate: its family's order, lowered, under its own costs."""
+    if parts is None:
+        assert job is not None
+        parts = bench.parts(job, decisions)
+    work = pipeline_work(parts, bench.programs)
+    costs = costs or cost_table(work, bench.network, bench.layers)
+    schedule = bench.schedule(parts, decisions, costs)
+    timeline = simulate(schedule, costs)
+    cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
+    return Evaluated(
+        decisions=replace(decisions, cuts=cuts),
+        parts=parts,
+        simulation=Simulation(timeline, costs, work, lane_limits(work, bench.network)),
+    )

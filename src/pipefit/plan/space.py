@@ -1,0 +1,140 @@
+"""All plans that are considered: replicas x stages x microbatches x schedule x recomputation x ZeRO-1 x device order.
+
+Every number of devices up to all of them is in the space, so leaving some idle is a choice like any other. A pin
+replaces a dimension by one value. The shard axis is a dimension too, whose only value is 1 unless it is pinned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipefit.errors import PlanError
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.types import Job
+from pipefit.schedule.families import FAMILIES
+
+RECOMPUTE = (("none",), ("selective",), ("full",))
+
+
+def space(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Decisions]:
+    """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned."""
+    for replicas, stages in _grids(job, layers, devices, pins):
+        shards = pins.get("shards", (1,))
+        many = len(replicas) > 1
+        choices = itertools.product(
+            _microbatches(job, replicas, pins),
+            [pins["schedule"]] if "schedule" in pins else _schedules(stages),
+            [pins["recompute"]] if "recompute" in pins else RECOMPUTE,
+            [pins["zero1"]] if "zero1" in pins else [False, True][: 1 + many],
+            [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and stages > 1)],
+        )
+        for microbatches, schedule, recompute, zero1, inner in choices:
+            yield Decisions(
+                stages=stages,
+                cuts=pins.get("cuts", ()),
+                placement=pins.get("placement", ()),
+                replicas=replicas,
+                shards=shards,
+                sharding=_sharding(shards, pins),
+                microbatches=microbatches,
+                schedule=schedule,
+                slices=pins.get("slices", ()),
+                recompute=recompute,
+                zero1=zero1,
+                inner=inner,
+            )
+
+
+def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """(shares of the replicas, stages) that the devices, the layers and the batch allow."""
+    shards = len(pins.get("shards", (1,)))
+    most = min(pins.get("devices", devices), devices)
+    if "replicas" in pins:
+        replica_choices = [pins["replicas"]]
+    else:
+        replica_choices = [(1,) * count for count in _divisors(job.batch) if count * shards <= most]
+    for replicas in replica_choices:
+        room = most // (len(replicas) * shards)
+        if "placement" in pins:
+            counts = [len(pins["placement"])]
+        elif "cuts" in pins or "stages" in pins:
+            counts = [pins.get("stages", len(pins.get("cuts", ())) + 1)]
+        else:
+            counts = list(range(1, min(room, layers) + 1))
+        for stages in counts:
+            lanes = max(pins["placement"]) + 1 if "placement" in pins else stages
+            used = len(replicas) * shards * lanes
+            if lanes <= room and stages <= layers and ("devices" not in pins or used == pins["devices"]):
+                yield replicas, stages
+
+
+def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:
+    """Counts of microbatches: divisors of the batch that leave every replica whole rows, evenly where shares are."""
+    even = len({*replicas}) == 1
+    choices = [pins["microbatches"]] if "microbatches" in pins else _divisors(job.batch)
+    for count in choices:
+        if job.batch % count:
+            continue
+        rows = job.batch // count
+        pinned = "microbatches" in pins or "replicas" in pins
+        if rows >= len(replicas) and (not even or pinned or rows % len(replicas) == 0):
+            yield count
+
+
+def _schedules(stages: int) -> list[str]:
+    """A single stage runs every schedule alike as far as time goes; 1F1B needs the least memory then."""
+    return ["1f1b"] if stages == 1 else sorted(FAMILIES)
+
+
+def _sharding(shards: tuple[int, ...], pins: Mapping[str, Any]) -> Any:
+    if len(shards) == 1:
+        return "none"
+    return pins.get("sharding", "megatron-sp")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> None:
+    """Raises PlanError where the pins leave nothing to consider, with the reason."""
+    microbatches = pins.get("microbatches", 1)
+    if job.batch % microbatches:
+        raise PlanError(
+            "The batch cannot be cut into this many equal microbatches.",
+            where="--fix microbatches",
+            seen=f"batch {job.batch}, microbatches {microbatches}",
+            allowed=", ".join(map(str, _divisors(job.batch)[:12])),
+        )
+    replicas, stages = len(pins.get("replicas", (1,))), pins.get("stages", len(pins.get("cuts", ())) + 1)
+    lanes = max(pins["placement"]) + 1 if "placement" in pins else stages
+    needed = replicas * lanes * len(pins.get("shards", (1,)))
+    if needed > devices:
+        raise PlanError(
+            "The fixes need more devices than the cluster has.",
+            where="--fix replicas, stages, shards",
+            seen=f"{replicas} x {lanes} x {len(pins.get('shards', (1,)))} = {needed}",
+            allowed=f"at most {devices}",
+        )
+    if stages > layers:
+        raise PlanError(
+            "There are more stages than layers.", where="--fix stages", seen=stages, allowed=f"1 to {layers}"
+        )
+    if job.batch // microbatches < replicas:
+        raise PlanError(
+            "A microbatch has fewer rows than there are replicas.",
+            where="--fix replicas, microbatches",
+            seen=f"{job.batch // microbatches} rows for {replicas} replicas",
+            next_step="use fewer microbatches or replicas, or a larger --batch",
+        )
+    if next(space(job, layers, devices, 1, pins), None) is None:
+        used = pins.get("devices")
+        raise PlanError(
+            "No plan obeys all these fixes.",
+            where="--fix",
+            seen=", ".join(pins),
+            next_step=f"no grid of replicas x stages has exactly {used} devices" if used else "drop one of them",
+        )
