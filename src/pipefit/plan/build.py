@@ -71,6 +71,10 @@ class Workbench:
             split_state=(zero1,) * len(stages),
         )
 
+    def on(self, cluster: Cluster) -> Workbench:
+        """The same model on another cluster."""
+        return Workbench(self.model, cluster, self.layers, self.source.name)
+
     @cached_property
     def cutter(self) -> Cutter:
         """Cuts of the only module."""

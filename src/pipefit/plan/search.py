@@ -224,17 +224,8 @@ class _Search:
         )
 
 
-def evaluate(
-    bench: Workbench,
-    decisions: Decisions,
-    parts: Parts | None = None,
-    costs: CostTable | None = None,
-    job: Job | None = None,
-) -> Evaluated:
+def evaluate(bench: Workbench, decisions: Decisions, parts: Parts, costs: CostTable | None = None) -> Evaluated:
     """Simulate one candidate: its family's order, lowered, under its own costs."""
-    if parts is None:
-        assert job is not None
-        parts = bench.parts(job, decisions)
     work = pipeline_work(parts, bench.programs)
     costs = costs or cost_table(work, bench.network, bench.layers)
     schedule = bench.schedule(parts, decisions, costs)

@@ -1,0 +1,52 @@
+"""From a model, a cluster and a job to the plan: search, prediction, alternatives, or what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipefit.cluster.types import Cluster
+from pipefit.cost.roofline import LayerCosts
+from pipefit.model.graph import Model
+from pipefit.plan.build import Workbench
+from pipefit.plan.nearest import does_not_fit
+from pipefit.plan.predict import predict
+from pipefit.plan.reasons import alternatives, binding_memory
+from pipefit.plan.search import Progress, search
+from pipefit.plan.types import Job, Plan
+
+
+def make_plan(
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    top: int = 5,
+    name: str = "",
+    layers: LayerCosts | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan that fits, with its prediction and the runners-up.
+
+    `pins` are parsed `--fix` values, `top` counts the winner and its runners-up, `layers` replaces the roofline.
+    Raises DoesNotFitError (how much is missing, and the nearest change that would fit) or PlanError (pins that leave
+    nothing to consider).
+    """
+    bench = Workbench(model, cluster, layers, name)
+    pins = pins or {}
+    found = search(bench, job, pins, top, progress)
+    if not found.fitting:
+        raise does_not_fit(bench, job, pins, found)
+    best = found.fitting[0]
+    plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = predict(plan, model, best.simulation, found.lower_bound_s)
+    assert plan.prediction is not None
+    binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
+    counted = (
+        f"search: {found.considered} candidates, {found.simulated} simulated, "
+        f"{len(found.misfits)} looked at did not fit; no candidate left has a lower bound below this plan's time"
+    )
+    prediction = replace(plan.prediction, binds=binds, assumptions=(*plan.prediction.assumptions, counted))
+    return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
