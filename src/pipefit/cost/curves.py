@@ -17,20 +17,21 @@ from pipefit.cluster.measured import ActionCurve, LayerCurve, LinkCurve, Measure
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
 from pipefit.cost.memory import Precision
-from pipefit.cost.roofline import CollectiveTime, LayerCost, Recompute, Roofline
+from pipefit.cost.roofline import CollectiveTime, LayerCost, Place, Recompute, Roofline
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
 
 FEATURES = (
-    "rows x length",
-    "rows x (context + length)",
-    "rows x length x (context + length / 2), context 0",
-    "rows x length x (context + length / 2), context above 0",
-    "1, context above 0",
-    "length x (context + length), context above 0",
+    "rows x length^2 / 2, without context",
+    "1, with context",
+    "rows x length, with context",
+    "rows x context",
+    "rows x length x context",
+    "rows x length^2 / 2, with context",
+    "length x (context + length), with context",
 )
-"""What attention costs beyond the tokens: queries, keys and values, scores without and with earlier slices, and what
-a context adds once: joining the earlier keys, and the mask, which all rows share."""
+"""What attention costs beyond the tokens: the causal square of a whole sequence; and for a slice with context what it
+costs once, per query, per earlier key, per score on them and on its own keys, and for the mask that all rows share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ def attention_features(rows: Sequence[float], tokens: Sequence[float], past: Seq
     """The features of points: an array [point, feature] in the order of `FEATURES`."""
     b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
     sliced = (p > 0).astype(np.float64)
-    scores = b * t * (p + t / 2)
-    columns = (b * t, b * (p + t), scores * (1 - sliced), scores * sliced, sliced, sliced * t * (p + t))
+    square = b * t * t / 2
+    columns = (square * (1 - sliced), sliced, b * t * sliced, b * p, b * t * p, square * sliced, sliced * t * (p + t))
     return np.stack(columns, axis=-1)
 
 
@@ -160,10 +161,8 @@ class MeasuredCosts:
         self._signatures: dict[int, tuple[Graph, str]] = {}
         self._origins: dict[str, None] = {}
 
-    def times(
-        self, graph: Graph, symbols: tuple[int, int, int], kind: DeviceKind, precision: Precision
-    ) -> LayerTimes | None:
-        """Measured times of one layer for (B rows, T tokens, P earlier tokens), or None if it was not measured."""
+    def times(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> LayerTimes | None:
+        """Measured times of one layer, or None if it was not measured."""
         curve = find_layer(self.measured, self._signature(graph), kind.name, precision, self.setting)
         if curve is None:
             self._note(f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured")
@@ -172,12 +171,12 @@ class MeasuredCosts:
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
             f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
         )
-        return layer_times(curve, *symbols)
+        return layer_times(curve, place.rows, place.tokens, place.past)
 
     def layer(
         self,
         graph: Graph,
-        symbols: tuple[int, int, int],
+        place: Place,
         kind: DeviceKind,
         precision: Precision,
         recompute: Recompute,
@@ -185,12 +184,12 @@ class MeasuredCosts:
         collective_key: object = None,
     ) -> LayerCost:
         """The cost of `graph`; arguments as for `Roofline.layer`."""
-        guess = self.roofline.layer(graph, symbols, kind, precision, recompute, collective, collective_key)
-        times = self.times(graph, symbols, kind, precision)
-        if times is None or symbols[0] == 0:
+        guess = self.roofline.layer(graph, place, kind, precision, recompute, collective, collective_key)
+        times = self.times(graph, place, kind, precision)
+        if times is None or place.rows == 0:
             return guess
-        silent = self.roofline.layer(graph, symbols, kind, precision, recompute, _free, "no collectives")
-        plain = self.roofline.layer(graph, symbols, kind, precision, "none", _free, "no collectives")
+        silent = self.roofline.layer(graph, place, kind, precision, recompute, _free, "no collectives")
+        plain = self.roofline.layer(graph, place, kind, precision, "none", _free, "no collectives")
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         return replace(
             guess,

@@ -1,0 +1,79 @@
+"""From measured points of a layer to its curves, by non-negative least squares on relative errors.
+
+The time over tokens is a sum of segments with slopes that are not negative, attention a sum of its features with
+weights that are not negative (`cost.curves.FEATURES`): so a curve never falls when the work grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cluster.measured import ActionCurve
+from pipefit.cost.curves import action_time_s, attention_features
+from pipefit.profile.points import SMALLEST, Point
+
+Array = NDArray[np.float64]
+
+
+def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: bool) -> ActionCurve:
+    """The curve of one action through measured points; knots at every number of tokens where attention is small.
+
+    Minimises the sum of squares of (predicted - measured) / measured.
+    """
+    from scipy.optimize import nnls
+
+    knots = _knots(points, attention)
+    counts = np.array([point.rows * point.tokens for point in points], dtype=np.float64)
+    columns = segments(counts, knots)
+    if attention:
+        rows, tokens, past = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+        columns = np.concatenate([columns, attention_features(rows, tokens, past)], axis=1)
+    measured = np.asarray(seconds, dtype=np.float64)
+    scale = np.maximum(columns.max(axis=0), 1e-300)
+    matrix = columns / scale / measured[:, None]
+    weights = nnls(matrix, np.ones(len(points)), maxiter=50 * matrix.shape[1])[0] / scale
+    parts = weights[: len(knots)]
+    time_s = segments(knots, knots) @ parts
+    return ActionCurve(
+        tokens=tuple(float(knot) for knot in knots),
+        time_s=tuple(float(value) for value in time_s),
+        attention_s=tuple(float(weight) for weight in weights[len(knots) :]),
+    )
+
+
+def segments(counts: Array, knots: Array) -> Array:
+    """How much of each segment between knots `counts` cover: [point, segment]; segment 0 is the constant. Beyond the
+    last knot the last segment goes on."""
+    columns = [np.ones_like(counts)]
+    for index in range(1, len(knots)):
+        top = np.inf if index == len(knots) - 1 else knots[index]
+        columns.append(np.clip(counts, knots[index - 1], top) - knots[index - 1])
+    return np.stack(columns, axis=-1)
+
+
+def fit_layer(
+    points: Sequence[Point], seconds: Sequence[Mapping[str, float]], attention: bool
+) -> tuple[dict[str, ActionCurve], float]:
+    """(curves by action, largest relative error at the points)."""
+    curves = {
+        action: fit_action(points, [times[action] for times in seconds], attention) for action in ("F", "I", "W", "B")
+    }
+    worst = 0.0
+    for point, times in zip(points, seconds, strict=True):
+        for action, curve in curves.items():
+            if times[action] > 0:
+                worst = max(worst, abs(action_time_s(curve, *point) / times[action] - 1))
+    return curves, worst
+
+
+def _knots(points: Sequence[Point], attention: bool) -> Array:
+    """Numbers of tokens at which the curve may bend: those measured without context and, where attention costs, in
+    rows of at most an eighth of the longest, where it hardly counts."""
+    plain = [point for point in points if not point.past]
+    if attention:
+        short = max(SMALLEST, max(point.tokens for point in plain) // 8)
+        plain = [point for point in plain if point.tokens <= short]
+    return np.array(sorted({point.rows * point.tokens for point in plain}), dtype=np.float64)

@@ -1,0 +1,272 @@
+"""Curves: fits of functions of another form, predictions, signatures, and measured costs behind the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipefit.cluster import local
+from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve
+from pipefit.cluster.types import Cluster
+from pipefit.codec import dump_text, load_text
+from pipefit.cost import curves
+from pipefit.cost.roofline import Place, Roofline
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.profile.fit import fit_action, fit_layer
+from pipefit.profile.points import MOST_POINTS, Point, first_points, refined
+
+Truth = Callable[[int, int, int], float]
+
+
+def layer_graph(prefix: str = "", width: int = 8, source: str = "") -> Graph:
+    """x -> linear -> attention on itself -> x, with names that may differ."""
+    x, h, o = f"{prefix}x", f"{prefix}h", f"{prefix}o"
+    heads = Tensor(name=f"{prefix}r", shape=("B", "T", 2, width // 2))
+    return Graph(
+        inputs=(Tensor(name=x, shape=("B", "T", width)),),
+        outputs=(f"{prefix}y",),
+        operators=(
+            Operator(kind="linear", inputs=(x, f"{prefix}w", ""), outputs=(h,), source=source),
+            Operator(
+                kind="reshape", inputs=(h,), outputs=(heads.name,), attributes={"shape": ["B", "T", 2, width // 2]}
+            ),
+            Operator(
+                kind="attention",
+                inputs=(heads.name, heads.name, heads.name),
+                outputs=(o,),
+                attributes={"causal": True, "scale": 0.5, "window": None},
+            ),
+            Operator(kind="reshape", inputs=(o,), outputs=(f"{prefix}y",), attributes={"shape": ["B", "T", width]}),
+        ),
+        parameters=(ParameterSpec(name=f"{prefix}w", shape=(width, width)),),
+        tensors=(
+            Tensor(name=h, shape=("B", "T", width)),
+            heads,
+            Tensor(name=o, shape=heads.shape),
+            Tensor(name=f"{prefix}y", shape=("B", "T", width)),
+        ),
+    )
+
+
+def smooth_knee(rows: int, tokens: int, past: int) -> float:
+    """A GPU: flat, then linear, rounded at the knee; attention in tiles of 32 queries by 64 keys."""
+    count = rows * tokens
+    linear = (1.4e-3**4 + (2.6e-6 * count) ** 4) ** 0.25
+    queries, keys = np.ceil(tokens / 32) * 32, np.ceil((past + tokens / 2) / 64) * 64
+    return float(linear + rows * queries * keys * 4e-10 + (2e-5 if past else 0.0))
+
+
+def cache_steps(rows: int, tokens: int, past: int) -> float:
+    """A CPU: a smooth growth of the cost of a token as it leaves the caches; the mask's rectangle with context."""
+    count = rows * tokens
+    linear = 5e-5 + count * 8e-6 * (1 + 0.25 * count / (count + 700))
+    scores = tokens * tokens / 2 if not past else tokens * (past + tokens) * 1.15
+    return float(linear + rows * scores * 1.1e-8 + tokens * (past + tokens) * 2e-9 * (past > 0))
+
+
+def no_attention(rows: int, tokens: int, past: int) -> float:
+    count = rows * tokens
+    return 3e-5 + 4e-7 * count + 1e-5 * np.log1p(count / 50)
+
+
+def measured_points(
+    truth: Truth, attention: bool, sequence: int = 1024, most: int = 4096
+) -> tuple[list[Point], list[float]]:
+    graph = layer_graph()
+    if not attention:
+        graph = Graph(
+            inputs=graph.inputs,
+            outputs=("h",),
+            operators=graph.operators[:1],
+            parameters=graph.parameters,
+            tensors=graph.tensors[:1],
+        )
+    points = first_points(graph, sequence, most)
+    points += refined(points, [truth(*point) for point in points], sequence)
+    return points, [truth(*point) for point in points]
+
+
+@pytest.mark.parametrize("truth", [smooth_knee, cache_steps])
+def test_unseen_points_of_another_functional_form_within_five_percent(truth: Truth) -> None:
+    points, seconds = measured_points(truth, attention=True)
+    assert len(points) <= MOST_POINTS
+    curve = fit_action(points, seconds, attention=True)
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        tokens = int(draw.integers(64, 1025))
+        rows = int(draw.integers(1, max(2, 4096 // tokens)))
+        past = int(draw.integers(64, 1025 - tokens)) if tokens < 900 and draw.random() < 0.6 else 0
+        predicted = curves.action_time_s(curve, rows, tokens, past)
+        assert predicted == pytest.approx(truth(rows, tokens, past), rel=0.05), (rows, tokens, past)
+
+
+def test_a_layer_without_attention_needs_few_points() -> None:
+    points, seconds = measured_points(no_attention, attention=False)
+    assert len(points) <= 24
+    curve = fit_action(points, seconds, attention=False)
+    assert curve.attention_s == ()
+    for count in (20, 77, 300, 1111, 4000):
+        assert curves.action_time_s(curve, 1, count) == pytest.approx(no_attention(1, count, 0), rel=0.05)
+
+
+def test_noise_of_three_percent_does_not_break_the_fit() -> None:
+    points, seconds = measured_points(cache_steps, attention=True)
+    draw = np.random.default_rng(1)
+    noisy = [time_s * (1 + 0.03 * draw.random()) for time_s in seconds]
+    times = [dict.fromkeys("FIWB", time_s) for time_s in noisy]
+    found, worst = fit_layer(points, times, attention=True)
+    assert worst < 0.04
+    errors = [
+        abs(curves.action_time_s(found["B"], 3, tokens, past) / cache_steps(3, tokens, past) - 1)
+        for tokens, past in ((128, 0), (300, 0), (700, 0), (128, 512), (200, 300), (512, 500))
+    ]
+    assert max(errors) < 0.06
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(1e-5, 1e-2), min_size=6, max_size=6), st.integers(1, 4000), st.integers(1, 4000))
+def test_a_fitted_curve_never_falls_with_more_tokens(seconds: list[float], a: int, b: int) -> None:
+    points = [Point(1, count) for count in (16, 64, 256, 512, 1024, 2048)]
+    curve = fit_action(points, seconds, attention=False)
+    low, high = sorted((a, b))
+    assert curves.action_time_s(curve, 1, low) <= curves.action_time_s(curve, 1, high) * (1 + 1e-9)
+
+
+def test_points_are_fewer_than_forty_for_any_size() -> None:
+    for sequence, most in ((16, 16), (64, 64), (256, 2048), (4096, 65536), (131072, 524288)):
+        points = first_points(layer_graph(), sequence, most)
+        points += refined(points, [smooth_knee(*point) for point in points], sequence)
+        assert len(points) < 40
+        assert all(p.rows >= 1 and p.tokens >= 1 and p.past + p.tokens <= sequence for p in points)
+
+
+def test_beyond_the_last_knot_the_last_slope_goes_on_and_no_rows_are_free() -> None:
+    curve = ActionCurve(tokens=(10.0, 20.0), time_s=(1.0, 3.0))
+    assert curves.action_time_s(curve, 1, 30) == pytest.approx(5.0)
+    assert curves.action_time_s(curve, 1, 5) == pytest.approx(1.0)
+    assert curves.action_time_s(curve, 0, 30) == 0.0
+    assert curves.along_knots([10.0], [2.0], 30.0) == pytest.approx(6.0)
+
+
+def test_signature_ignores_names_and_sources_and_nothing_else() -> None:
+    plain = curves.signature(layer_graph())
+    assert curves.signature(layer_graph("other_", source="model.py:7")) == plain
+    assert curves.signature(layer_graph(width=16)) != plain
+    graph = layer_graph()
+    swapped = Graph(
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        operators=(
+            *graph.operators[:2],
+            Operator(kind="attention", inputs=("r", "r", "r"), outputs=("o",), attributes={"causal": False}),
+            graph.operators[3],
+        ),
+        parameters=graph.parameters,
+        tensors=graph.tensors,
+    )
+    assert curves.signature(swapped) != plain
+
+
+def measured_cluster(graph: Graph) -> Cluster:
+    curve = ActionCurve(tokens=(16.0, 1024.0), time_s=(1e-3, 2e-3))
+    slow = ActionCurve(tokens=(16.0, 1024.0), time_s=(4e-3, 8e-3))
+    layers = tuple(
+        LayerCurve(
+            signature=curves.signature(graph),
+            name="layers.0 of toy",
+            kind="cpu",
+            dtype="float32",
+            setting=setting,  # type: ignore[arg-type]
+            processes=count,
+            actions={"F": each, "I": each, "W": each, "B": each},
+            points=(),
+            fit_error=0.01,
+        )
+        for setting, count, each in (("alone", 1, curve), ("together", 2, slow))
+    )
+    ring = CollectiveCurve(
+        operation="all_reduce",
+        devices=(0, 1),
+        sizes_bytes=(8, 1024),
+        time_s=(1.0, 2.0),
+        spread=(0.0, 0.0),
+        latency_factor=2.0,
+        bandwidth_factor=0.5,
+    )
+    measured = Measured(layers=layers, collectives=(ring,), overhead_s={"cpu": {"F": 1e-5, "B": 3e-5}})
+    plain = local(2)
+    return Cluster(
+        name="toy",
+        kinds=plain.kinds,
+        links=plain.links,
+        hosts=plain.hosts,
+        rails=(),
+        provenance=plain.provenance,
+        measured=measured,
+    )
+
+
+def test_measured_costs_use_the_curve_of_the_layer_and_the_roofline_elsewhere() -> None:
+    graph = layer_graph()
+    cluster = measured_cluster(graph)
+    kind, place = cluster.kinds["cpu"], Place(1, 520, 0, 520)
+    costs = curves.MeasuredCosts(cluster)
+    found = costs.layer(layer_graph("renamed_"), place, kind, "float32", "none")
+    assert found.forward_s == pytest.approx(6e-3)
+    assert found.weight_s == pytest.approx(6e-3)
+    roof = Roofline().layer(graph, place, kind, "float32", "none")
+    assert found.saved_bytes == roof.saved_bytes
+    assert curves.MeasuredCosts(cluster, "alone").layer(
+        graph, place, kind, "float32", "none"
+    ).forward_s == pytest.approx(1.5e-3)
+    assert any("measured, 0 points, together (2 processes)" in note for note in costs.notes)
+    assert not any("not measured" in note for note in costs.notes)
+    other = costs.layer(layer_graph(width=16), place, kind, "float32", "none")
+    assert other == Roofline().layer(layer_graph(width=16), place, kind, "float32", "none")
+    assert any(note.endswith("on cpu in float32: not measured") for note in costs.notes)
+    assert any("roofline" in note for note in costs.notes)
+
+
+def test_full_recomputation_adds_about_a_measured_forward() -> None:
+    graph = layer_graph()
+    both = Graph(
+        inputs=graph.inputs,
+        outputs=("y",),
+        operators=graph.operators,
+        parameters=graph.parameters,
+        tensors=graph.tensors,
+    )
+    cluster = measured_cluster(both)
+    kind, place = cluster.kinds["cpu"], Place(1, 520, 0, 520)
+    costs = curves.MeasuredCosts(cluster)
+    plain = costs.layer(both, place, kind, "float32", "none")
+    full = costs.layer(both, place, kind, "float32", "full")
+    assert full.input_s - plain.input_s == pytest.approx(plain.forward_s, rel=0.05)
+
+
+def test_messages_collectives_and_overheads_are_looked_up() -> None:
+    link = LinkCurve(sizes_bytes=(8, 1008), time_s=(1e-5, 2e-5), spread=(0.1, 0.1), between_pairs=(0.0, 0.0), pairs=1)
+    assert curves.message_time_s(link, 508) == pytest.approx(1.5e-5)
+    assert curves.message_time_s(link, 2008) == pytest.approx(3e-5)
+    rail = RailCurve(
+        sizes_bytes=(8, 1008),
+        time_s=(((0.0, 1.0), (2.0, 0.0)), ((0.0, 3.0), (6.0, 0.0))),
+        spread=(((0.0,) * 2,) * 2,) * 2,
+    )
+    assert curves.rail_message_time_s(rail, 1, 0, 508) == pytest.approx(4.0)
+    cluster = measured_cluster(layer_graph())
+    assert cluster.measured is not None
+    assert curves.collective_factors(cluster.measured, "all_reduce") == pytest.approx((2.0, 0.5))
+    assert curves.collective_factors(cluster.measured, "all_gather") == (1.0, 1.0)
+    assert curves.kinds_measured(cluster.measured) == {"cpu": 2}
+    assert curves.action_overhead_s(cluster, 1e-6) == (pytest.approx(2e-5), "overhead of an action 20 us: measured")
+    assert curves.action_overhead_s(local(2), 1e-6) == (1e-6, "overhead of an action 1 us: assumed")
+
+
+def test_a_measured_cluster_reloads_equal() -> None:
+    cluster = measured_cluster(layer_graph())
+    assert load_text(Cluster, dump_text(cluster), "cluster.json") == cluster
