@@ -1,0 +1,50 @@
+"""The simulator against the event-driven one on random schedules, DAGs, placements, slices and costs: same bits."""
+
+from __future__ import annotations
+
+from event_simulator import EventSimulator
+from hypothesis import given, settings
+from random_schedules import cases
+
+from pipefit.schedule import lower
+from pipefit.schedule.deadlock import message
+from pipefit.simulate import simulate
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_computed_and_lowered(case) -> None:
+    schedule, edges, costs = case
+    for one in (schedule, lower(schedule, edges, costs, zero=range(0, schedule.stages, 2), tied={"t": (0,)})):
+        compare(one, edges, costs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), cases())
+def test_a_lowering_made_for_other_costs(case, other) -> None:
+    """Receives then stand in the wrong places, and transfers must wait for them: still the same."""
+    schedule, edges, costs = case
+    compare(lower(schedule, edges, None), edges, costs)
+
+
+def compare(schedule, edges, costs) -> None:
+    events = EventSimulator(schedule, costs, edges)
+    makespan = events.run()
+    for compiled in (False, True):
+        timeline = simulate(schedule, costs, edges, compiled=compiled)
+        assert timeline.makespan_s == makespan
+        for lane, actions in enumerate(schedule.lanes):
+            for step, action in enumerate(actions):
+                start, stop = timeline.starts_s[lane][step], timeline.stops_s[lane][step]
+                if action.kind.startswith("SEND"):
+                    begun, _, arrived = events.transfers[message(action)]
+                    assert (start, stop) == (begun, arrived)
+                elif action.kind.startswith("RECV"):
+                    assert (start, stop) == (events.posted[message(action)], events.transfers[message(action)][2])
+                else:
+                    assert (start, stop) == (events.start[lane, step], events.stop[lane, step]), action
+        ports = [0.0] * len(schedule.lanes)
+        for sent, (begun, free, _) in events.transfers.items():
+            ports[schedule.placement[sent[1]]] += free - begun
+        for ours, theirs in zip(timeline.port_s, ports, strict=True):
+            assert abs(ours - theirs) < 1e-9
