@@ -14,7 +14,7 @@ import torch
 from pipefit.errors import PlanError, StalePlanError
 from pipefit.layout import Box, Group, holding, parse_form
 from pipefit.model.graph import Model, Module, size_value
-from pipefit.plan.sharded import LayerProgram, layer_programs, program_hash
+from pipefit.plan.sharded import LayerProgram, Programs, program_hash
 from pipefit.plan.types import Edge, Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms
@@ -68,15 +68,14 @@ def build_worker(
 ) -> Worker:
     """The worker of this rank, with parameters from `value`, or initialised from the plan's seed.
 
-    All ranks of the plan call this together: process groups are made. Raises PlanError for what cannot be run, and
-    StalePlanError if the model's programs are not those that the plan was made for.
+    All ranks call this together: process groups are made, unless they are there. Raises PlanError for what cannot be
+    run, and StalePlanError if the model's programs are not those that the plan was made for.
     """
     check_runnable(plan)
     place = place_of(plan, comms.rank, torch_device)
     programs_of = stage_programs(plan, model)
-    shape_of = edge_shapes(plan, model)
+    make_groups(plan, model, comms)
     uses = _tied_uses(plan, model, programs_of)
-    _make_groups(plan, comms, place.ranks, shape_of, uses)
     dtype = DTYPES[plan.job.precision]
     gradient_dtype = torch.promote_types(dtype, torch.float32)
     programs = {
@@ -109,7 +108,7 @@ def build_worker(
         reducer=Reducer(buckets, comms, place.group, place.device, place.ranks, tied),
         torch_device=torch_device,
         dtype=dtype,
-        shape_of=shape_of,
+        shape_of=edge_shapes(plan, model),
         optimizer=optimizer,
         master_dtype=gradient_dtype,
         frozen=frozen,
@@ -125,6 +124,25 @@ def initial_values(plan: Plan, model: Model) -> Value:
         return initial_value(name, shape, kinds[name], std, plan.job.seed, box)
 
     return value
+
+
+def make_groups(plan: Plan, model: Model, comms: Comms) -> None:
+    """Every process group of the plan: called by all ranks of the world, with the same plan and model."""
+    ranks = {device: rank for rank, device in enumerate(plan.devices)}
+    shape_of = edge_shapes(plan, model)
+    groups: list[list[int]] = [list(ranks.values())]
+    for lane in sorted(set(plan.order.placement)):
+        group = plan.lane_group(lane)
+        for device in group.devices:
+            for axes in (("replica",), ("shard",), ("replica", "shard")):
+                groups.append([ranks[d] for d in group.along(device, axes)])  # type: ignore[arg-type]
+    comms.make(groups)
+    if comms.tagged:
+        return
+    pairs = channel_pairs(plan, lambda edge: shape_of(edge, 0))
+    for shape, who in _tied_uses(plan, model, stage_programs(plan, model)).values():
+        pairs += tied_pairs(shape, list(who.values()))
+    comms.make_pairs((ranks[a], ranks[b]) for a, b in pairs)
 
 
 def check_runnable(plan: Plan) -> None:
@@ -153,14 +171,11 @@ def check_runnable(plan: Plan) -> None:
 
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
     """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
-    made: dict[tuple[object, ...], Mapping[str, LayerProgram]] = {}
+    made = Programs(model)
     result = []
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].group().axis("shard").shares
-        key = (stage.module, stage.sharding, shares)
-        if key not in made:
-            made[key] = layer_programs(model, _module(model, stage), stage.sharding, shares)
-        programs = made[key]
+        programs = {layer.graph: made.program(layer, stage.sharding, shares) for layer in _layers(model, stage)}
         seen = program_hash([programs[layer.graph] for layer in _layers(model, stage)])
         if stage.program and seen != stage.program:
             raise StalePlanError(
@@ -336,27 +351,6 @@ def _scatter_places(entries: Sequence[Entry], place: Place) -> dict[object, tupl
         members = sorted(place.ranks[d] for d in place.group.along(place.device, entry.scatter_over))
         result[entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
     return result
-
-
-def _make_groups(
-    plan: Plan,
-    comms: Comms,
-    ranks: Mapping[int, int],
-    shape_of: Callable[[Edge, int], Sequence[int]],
-    uses: Mapping[str, tuple[tuple[int, ...], dict[int, TiedUse]]],
-) -> None:
-    """Every process group of the plan, the same list on all ranks."""
-    groups: list[list[int]] = [list(ranks.values())]
-    for lane in sorted(set(plan.order.placement)):
-        group = plan.lane_group(lane)
-        for device in group.devices:
-            for axes in (("replica",), ("shard",), ("replica", "shard")):
-                groups.append([ranks[d] for d in group.along(device, axes)])  # type: ignore[arg-type]
-    comms.make(groups)
-    pairs = channel_pairs(plan, lambda edge: shape_of(edge, 0))
-    for shape, who in uses.values():
-        pairs += tied_pairs(shape, list(who.values()))
-    comms.make_pairs((ranks[a], ranks[b]) for a, b in pairs)
 
 
 def _module(model: Model, stage: Stage) -> Module:

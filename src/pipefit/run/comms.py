@@ -18,10 +18,7 @@ Channel = tuple[Any, int, int]
 
 
 class Comms:
-    """The process groups of this rank. Keep one per process: groups are costly and are shared between plans.
-
-    `ranks[i]` is the global rank of device i (by default rank i is the i-th device of the plan).
-    """
+    """The process groups of this rank. Keep one per process: groups are costly and are shared between plans."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -29,13 +26,14 @@ class Comms:
         self._groups: dict[tuple[object, ...], Any] = {}
 
     def make(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make the groups that this rank is in. All ranks pass the same groups; the order is made equal here.
+        """Make these groups, where they do not exist. *Every* rank of the world passes the same ones, member or not.
 
-        Groups of one rank are not made. Members only take part, so ranks outside a plan are not needed.
+        Groups of one rank are not made. (PyTorch's local synchronisation would let only members take part, but it
+        names a group by how many its members have made before, which differs from rank to rank.)
         """
         for ranks in sorted({tuple(sorted(group)) for group in groups}):
-            if len(ranks) > 1 and self.rank in ranks and ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            if len(ranks) > 1 and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks))
 
     def make_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a communicator for every directed pair (source rank, target rank) where tags do not exist (NCCL)."""
@@ -43,8 +41,8 @@ class Comms:
             return
         for pair in sorted(set(pairs)):
             key = ("pair", *pair)
-            if self.rank in pair and key not in self._groups and pair[0] != pair[1]:
-                self._groups[key] = dist.new_group(sorted(pair), use_local_synchronization=True)
+            if key not in self._groups and pair[0] != pair[1]:
+                self._groups[key] = dist.new_group(sorted(pair))
 
     def group(self, ranks: Sequence[int]) -> Any | None:
         """The group of these ranks, or None when it is this rank alone."""
@@ -61,3 +59,15 @@ class Comms:
 def backend_for(device: torch.device) -> str:
     """`nccl` for CUDA devices, `gloo` for everything else."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
+    """The sum over the group of `flat`, each rank its own even part, started; `output` may be that part of `flat`."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return call(output, flat, group=group, async_op=True)
+
+
+def all_gather(flat: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+    """Everyone's even part into `flat`, started; `part` may be this rank's part of `flat`."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return call(flat, part, group=group, async_op=True)

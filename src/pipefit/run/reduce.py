@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipefit.layout import AxisName, Group
 from pipefit.run.buckets import Bucket
-from pipefit.run.comms import Comms
+from pipefit.run.comms import Comms, all_gather, reduce_scatter
 from pipefit.run.tied import TiedSum
 
 
@@ -125,17 +125,13 @@ class _Job:
         if self._sum is None:
             return
         if self._scatters:
-            self._work = dist.reduce_scatter_tensor(
-                self._own_gradients, self.bucket.gradients, group=self._sum, async_op=True
-            )
+            self._work = reduce_scatter(self._own_gradients, self.bucket.gradients, self._sum)
         else:
             self._work = dist.all_reduce(self.bucket.gradients, group=self._sum, async_op=True)
 
     def gather(self) -> None:
         if self._scatter is not None:
-            self._work = dist.all_gather_into_tensor(
-                self.bucket.parameters, self._own_parameters, group=self._scatter, async_op=True
-            )
+            self._work = all_gather(self.bucket.parameters, self._own_parameters, self._scatter)
 
     def wait(self) -> None:
         if self._work is not None:

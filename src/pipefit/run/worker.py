@@ -128,11 +128,11 @@ class Worker:
         self._feeds = ()
         return StepResult(self._scalars[1] / divisor, self._norm.clone(), self._lr)
 
-    def evaluate(self, feeds: Sequence[Feed], divisor: int) -> Tensor:
-        """The mean loss of one batch, forward only: `feeds[microbatch]` hold whole sequences, also under slices."""
+    def evaluate(self, feeds: Sequence[Feed]) -> Tensor:
+        """The summed loss of one batch, forward only: `feeds[microbatch]` hold whole sequences, also under slices."""
         if self._evaluation is None:
             self._evaluation = _Evaluation(self, self._shape_of)
-        return self._evaluation.run(feeds) / divisor
+        return self._evaluation.run(feeds)
 
     def synchronise_masters(self) -> None:
         """Take the parameters as they now are for the optimizer's master copies (after loading weights)."""

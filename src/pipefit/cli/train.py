@@ -1,0 +1,85 @@
+"""`pipefit train`: run a plan, on this machine or as one rank of a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(help="The plan file.")],
+    run_dir: Annotated[Path, typer.Option("-o", "--output", help="Folder for metrics, checkpoints and weights.")],
+    steps: int = typer.Option(..., help="Optimizer steps of the whole run."),
+    data: Annotated[
+        list[str] | None, typer.Option(help="Files, folders, patterns or `stdlib` (the default); repeatable.")
+    ] = None,
+    tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
+    held_out: float = typer.Option(0.01, help="Rows kept for evaluation: a fraction below 1, or a number."),
+    local: int = typer.Option(0, help="Start this many ranks on this machine."),
+    resume: str = typer.Option("", help="Continue from a run's folder or from one of its checkpoints."),
+    weights: str = typer.Option("", help="Start from Hugging Face safetensors in this folder."),
+    lr: float = typer.Option(3e-4, help="Peak learning rate."),
+    beta1: float = typer.Option(0.9, help="Decay of AdamW's first moment."),
+    beta2: float = typer.Option(0.95, help="Decay of AdamW's second moment."),
+    eps: float = typer.Option(1e-8, help="AdamW's epsilon."),
+    weight_decay: float = typer.Option(0.1, help="Decoupled weight decay; not applied to norms and biases."),
+    max_norm: float = typer.Option(1.0, help="Clip gradients to this global norm; 0 turns it off."),
+    warmup: int = typer.Option(0, help="Steps of linear warm-up."),
+    decay: str = typer.Option("cosine", help="After the warm-up: cosine, linear or constant."),
+    min_lr_ratio: float = typer.Option(0.1, help="Learning rate at the last step, as a share of the peak."),
+    eval_every: int = typer.Option(0, help="Steps between evaluations; 0: at the end only."),
+    eval_batches: int = typer.Option(8, help="Batches of an evaluation, at most."),
+    save_every: int = typer.Option(0, help="Steps between checkpoints; 0: at the end only."),
+    keep: int = typer.Option(3, help="Checkpoints kept."),
+    log_every: int = typer.Option(1, help="Steps between printed lines."),
+    tensorboard: bool = typer.Option(False, "--tensorboard", help="Write TensorBoard files as well."),
+    trace: int = typer.Option(0, help="Write the times of this step's actions to trace.json."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    timeout: float = typer.Option(60.0, help="Seconds without a sign of life after which a rank is called dead."),
+    print_launch: bool = typer.Option(False, "--print-launch", help="Print the torchrun and sbatch lines, and stop."),
+    per_host: int = typer.Option(0, help="Ranks per host for --print-launch; 0: 8, or all where they are fewer."),
+) -> None:
+    """Train the plan's model on text: metrics as lines and JSON, checkpoints, weights in Hugging Face's format."""
+    from pipefit.plan.check import load_plan
+    from pipefit.run.config import TrainConfig, check_train_config
+    from pipefit.run.launch import launch, launch_lines
+    from pipefit.run.optimizer import OptimizerConfig
+
+    optimizer = OptimizerConfig(
+        lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
+        warmup=warmup, decay=decay, min_lr_ratio=min_lr_ratio, steps=steps,
+    )  # fmt: skip
+    config = check_train_config(
+        TrainConfig(
+            plan=str(plan), run_dir=str(run_dir), data=tuple(data or ("stdlib",)), tokenizer=tokenizer,
+            held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights, eval_every=eval_every,
+            eval_batches=eval_batches, save_every=save_every, keep=keep, log_every=log_every,
+            tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,
+        )
+    )  # fmt: skip
+    loaded = load_plan(plan)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--print-launch"]
+    if print_launch:
+        ranks = len(loaded.devices)
+        print(launch_lines(plan, loaded, without(arguments, "--per-host", "--local"), per_host or min(8, ranks)))
+        return
+    code = launch(loaded, config, local, arguments)
+    if code:
+        sys.exit(code)
+
+
+def without(arguments: list[str], *options: str) -> list[str]:
+    """The arguments without these options and their values."""
+    kept = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in options:
+            skip = True
+        elif argument.partition("=")[0] not in options:
+            kept.append(argument)
+    return kept

@@ -1,0 +1,72 @@
+"""What a training run was asked for, resolved: kept as `config.json` in the run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipefit.errors import RunError
+from pipefit.run.optimizer import OptimizerConfig, check_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything that `pipefit train` takes beside the plan itself."""
+
+    plan: str
+    "The plan file."
+    run_dir: str
+    "Where metrics, checkpoints and final weights go."
+    data: tuple[str, ...] = ("stdlib",)
+    "Files, folders, patterns, or `stdlib`, the source text of the Python standard library on this machine."
+    tokenizer: str = "bytes"
+    "`bytes`, or a local tokenizer.json."
+    held_out: float = 0.01
+    "Rows kept for evaluation: a fraction below 1, or a number of rows."
+    steps: int
+    "Optimizer steps of the whole run, those before a resume included."
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    resume: str = ""
+    "A run's folder or one of its checkpoints."
+    weights: str = ""
+    "A directory with Hugging Face safetensors to start from, instead of random values."
+    eval_every: int = 0
+    "Steps between evaluations on the held-out rows; 0: only at the end."
+    eval_batches: int = 8
+    "Batches of an evaluation, at most."
+    save_every: int = 0
+    "Steps between checkpoints; 0: only at the end."
+    keep: int = 3
+    "Checkpoints kept."
+    log_every: int = 1
+    "Steps between printed lines; reading the loss waits for the device."
+    tensorboard: bool = False
+    trace: int = 0
+    "Write the actions' times of this step (from 1) to trace.json; 0: none."
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 60.0
+    "A rank without a sign of life for so long is called dead."
+    transfer_timeout_s: float = 1800.0
+    "A transfer or collective that takes longer fails."
+
+
+def check_train_config(config: TrainConfig) -> TrainConfig:
+    """The configuration itself. Raises RunError naming the first option that cannot be."""
+    check_config(config.optimizer)
+    limits = {
+        "steps": (config.steps >= 1, "1 or more"),
+        "eval_every": (config.eval_every >= 0, "0 or more"),
+        "eval_batches": (config.eval_batches >= 1, "1 or more"),
+        "save_every": (config.save_every >= 0, "0 or more"),
+        "keep": (config.keep >= 1, "1 or more"),
+        "log_every": (config.log_every >= 1, "1 or more"),
+        "timeout_s": (config.timeout_s > 0, "above 0"),
+        "device": (config.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
+    }
+    for name, (good, allowed) in limits.items():
+        if not good:
+            option = "--" + name.removesuffix("_s").replace("_", "-")
+            raise RunError("The run cannot start with this.", where=option, seen=getattr(config, name), allowed=allowed)
+    if config.resume and config.weights:
+        raise RunError("A run starts from a checkpoint or from weights, not from both.", where="--resume and --weights")
+    return config

@@ -1,0 +1,55 @@
+"""Feeds of one rank for one step: the arrays of the step plan as tensors on the device, copied without waiting."""
+
+from __future__ import annotations
+
+import torch
+
+from pipefit.data.feed_arrays import FeedArrays, RowReader, feed_arrays
+from pipefit.data.stepplan import StepPlan
+from pipefit.plan.types import Plan
+from pipefit.run.feed import Feed
+from pipefit.run.worker import lane_of
+
+
+def make_feeds(
+    plan: Plan, device: int, rows: RowReader, step_plan: StepPlan, torch_device: torch.device
+) -> list[list[Feed]]:
+    """feeds[microbatch][slice] of `device` for a training step."""
+    stage, replica = _place(plan, device)
+    return [
+        [
+            _feed(feed_arrays(rows, step_plan, stage, microbatch, replica, slice_), step_plan.step, torch_device)
+            for slice_ in range(len(step_plan.slices))
+        ]
+        for microbatch in range(plan.order.microbatches)
+    ]
+
+
+def evaluation_feeds(
+    plan: Plan, device: int, rows: RowReader, step_plan: StepPlan, torch_device: torch.device
+) -> list[Feed]:
+    """feeds[microbatch] of `device` for an evaluation: whole sequences, whatever the plan's slices."""
+    from dataclasses import replace
+
+    whole = replace(step_plan, shape=replace(step_plan.shape, slices=((0, plan.job.sequence),)))
+    return [feeds[0] for feeds in make_feeds(plan, device, rows, whole, torch_device)]
+
+
+def _place(plan: Plan, device: int) -> tuple[int, int]:
+    """(a stage of the device's lane, the device's replica)."""
+    lane = lane_of(plan, device)
+    return plan.order.placement.index(lane), plan.lane_group(lane).position(device, "replica")
+
+
+def _feed(arrays: FeedArrays, step: int, device: torch.device) -> Feed:
+    def move(array: object) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    return Feed(
+        tokens=move(arrays.tokens_BT),
+        positions=move(arrays.positions_BT),
+        labels=move(arrays.labels_BT),
+        rows=move(arrays.rows_B),
+        step=step,
+    )

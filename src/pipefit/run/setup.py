@@ -1,0 +1,132 @@
+"""The ranks of a run finding each other: store, process group, device, heartbeat; and sharing what one of them made."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import PipefitError, RunError
+from pipefit.run.comms import backend_for
+from pipefit.run.faults import Monitor
+
+_SHARED = "pipefit/shared/{}"
+
+
+class World:
+    """This rank among all of a run. One process alone needs no store and no process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.device = device
+        self.store: Any = None
+        self.monitor: Monitor | None = None
+        self.cpu_group: Any = None
+        "A gloo group of all ranks for CPU tensors and objects; None is the default group (or one process alone)."
+
+    def connect(self) -> None:
+        """Open the rendezvous store (torchrun's environment variables)."""
+        if self.size > 1:
+            self.store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
+
+    def start(self, timeout_s: float, transfer_timeout_s: float) -> None:
+        """Make the process group and start the heartbeat."""
+        if self.size == 1:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            backend_for(self.device),
+            store=dist.PrefixStore("pipefit/group", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=transfer_timeout_s),
+        )
+        if self.device.type == "cuda":
+            self.cpu_group = dist.new_group(backend="gloo")
+        self.monitor = Monitor(self.store.clone(), self.rank, self.size, timeout_s)
+        self.monitor.start()
+
+    def from_rank_0(self, name: str, make: Callable[[], str]) -> str:
+        """The text that rank 0 made; every rank raises rank 0's PipefitError if it could not."""
+        return self._shared(name, self.rank == 0, make)
+
+    def first_here(self, work: Callable[[], object]) -> None:
+        """Do something once per host, while the host's other ranks wait for it."""
+        host = self.rank - self.local_rank
+        self._shared(f"host/{host}", self.local_rank == 0, lambda: str(bool(work() or True)))
+
+    def stop(self) -> None:
+        """Leave: the heartbeat ends as meant, the process group is given up."""
+        if self.monitor is not None:
+            self.monitor.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _shared(self, name: str, mine: bool, make: Callable[[], str]) -> str:
+        if self.size == 1:
+            return make()
+        key = _SHARED.format(name)
+        if mine:
+            try:
+                self.store.set(key, json.dumps({"good": make()}))
+            except PipefitError as error:
+                self.store.set(key, json.dumps({"bad": _as_data(error)}))
+                raise
+            except BaseException as error:
+                self.store.set(key, json.dumps({"bad": {"what": f"Rank {self.rank} failed: {error!r}"}}))
+                raise
+        self.store.wait([key], timedelta(hours=6))
+        answer = json.loads(self.store.get(key).decode())
+        if "bad" in answer:
+            raise RunError(answer["bad"].pop("what"), **answer["bad"])
+        return str(answer["good"])
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this rank: its GPU where there are some, else the CPU. RunError if CUDA is asked for in vain."""
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise RunError(
+                "There are more ranks on this host than GPUs.",
+                where=f"local rank {local_rank}",
+                seen=f"{count} GPUs",
+                next_step="start fewer ranks per host, or use --device cpu",
+            )
+        return torch.device("cuda", local_rank)
+    if wanted == "cuda":
+        raise RunError("No CUDA device can be used here.", where="--device", seen="cuda", allowed="cpu, auto")
+    return torch.device("cpu")
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_id() -> str:
+    """A name for a rendezvous that no other run uses."""
+    return f"pipefit-{uuid.uuid4().hex[:12]}"
+
+
+def _as_data(error: PipefitError) -> dict[str, str | None]:
+    seen = None if error.seen is None else str(error.seen)
+    return {
+        "what": error.what,
+        "where": error.where,
+        "seen": seen,
+        "allowed": error.allowed,
+        "next_step": error.next_step,
+    }

@@ -1,0 +1,275 @@
+"""One rank of `pipefit train`: from the plan file to final weights.
+
+The order is that of what can go wrong: everything that a user may have mistaken is looked at before a file is
+written. Rank 0 captures the model and hands the graphs to the others through the store; the first rank of every host
+prepares the corpus.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipefit import __version__, codec
+from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
+from pipefit.data.stepplan import batch_shape, evaluation_batches, evaluation_plan, step_plan
+from pipefit.errors import CheckpointError, RunError, StalePlanError
+from pipefit.model.graph import Model
+from pipefit.plan.types import Plan
+from pipefit.run import checkpoint
+from pipefit.run.build import Value, build_worker
+from pipefit.run.comms import Comms
+from pipefit.run.config import TrainConfig
+from pipefit.run.faults import injected
+from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
+from pipefit.run.setup import World
+from pipefit.run.state import MODEL, all_pieces, model_pieces
+from pipefit.run.worker import Worker
+
+
+class Run:
+    """A run on this rank, ready to step. Making one writes nothing."""
+
+    def __init__(self, plan: Plan, config: TrainConfig, world: World) -> None:
+        self.plan, self.config, self.world = plan, config, world
+        optimizer = config.optimizer if config.optimizer.steps else replace(config.optimizer, steps=config.steps)
+        self.model = shared_model(plan, world)
+        self.corpus = shared_corpus(plan, config, world)
+        value = weights_value(plan, config.weights) if config.weights else None
+        self.worker = build_worker(plan, self.model, Comms(), world.device, optimizer, value=value)
+        self.shape = batch_shape(plan)
+        self.corpus.rows.require_batch(plan.job.batch)
+        self.flops = model_flops(self.model, plan)
+        self.start = resume(self.worker, plan, config, self.corpus, world) if config.resume else 0
+        self._fault = injected()
+
+    def train(self, log: Log | None, directory: Path) -> None:
+        """All steps from where the run stands; evaluations, checkpoints and final weights as configured."""
+        config, last = self.config, self.config.steps
+        peak = find_peak(self.world.device, self.plan.job.precision, self.world.local_size)
+        if log is not None:
+            log.say(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
+        for step in range(self.start, last):
+            began = time.perf_counter()
+            self.worker.tracing = config.trace == step + 1
+            try:
+                loss, norm, lr = self.step(step)
+            except Exception as error:
+                error.step = step  # type: ignore[attr-defined]
+                raise
+            if log is not None and ((step + 1) % config.log_every == 0 or step + 1 == last):
+                seconds = time.perf_counter() - began
+                log.step(
+                    step_metrics(
+                        step=step + 1, loss=float(loss), grad_norm=float(norm), lr=lr, step_s=seconds,
+                        tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
+                        devices=len(self.plan.devices), peak=peak,
+                        memory=memory_of(self.world.device, self.world.local_size),
+                    )
+                )  # fmt: skip
+            if self.worker.tracing:
+                write_trace(self.worker, directory / "trace.json", self.world)
+            done = step + 1
+            if done == last or (config.eval_every and done % config.eval_every == 0):
+                self.evaluate(done, log)
+            if done == last or (config.save_every and done % config.save_every == 0):
+                self.save(done, directory)
+        save_final(self.worker, directory / "weights", self.world)
+
+    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """One step on the batch that the step plan gives it."""
+        if self._fault is not None:
+            self._fault.strike(self.world.rank, step)
+        batch = step_plan(self.shape, self.corpus.rows, step)
+        feeds = make_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
+        result = self.worker.step(feeds, step, batch.divisor)
+        return result.loss, result.grad_norm, result.lr
+
+    def evaluate(self, step: int, log: Log | None) -> float | None:
+        """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
+        began = time.perf_counter()
+        total, labels = 0.0, 0
+        for index in range(min(evaluation_batches(self.shape, self.corpus.rows), self.config.eval_batches)):
+            batch = evaluation_plan(self.shape, self.corpus.rows, index)
+            feeds = evaluation_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
+            total += float(self.worker.evaluate(feeds))
+            labels += batch.divisor
+        if not labels:
+            return None
+        if log is not None:
+            log.evaluation(step, total / labels, time.perf_counter() - began)
+        return total / labels
+
+    def save(self, step: int, directory: Path) -> None:
+        """A checkpoint of everything that a resume needs."""
+        extra = {
+            "step": step,
+            "plan": self.plan.hash,
+            "model": self.plan.hashes.model,
+            "seed": self.plan.job.seed,
+            "batch": self.plan.job.batch,
+            "sequence": self.plan.job.sequence,
+            "corpus": self.corpus.digest,
+            "rows_seen": step * self.plan.job.batch,
+            "pipefit": __version__,
+        }
+        pieces = all_pieces(self.worker, saving=True)
+        checkpoint.save(
+            directory / "checkpoints", step, pieces, extra, group=self.world.cpu_group, keep=self.config.keep
+        )
+
+
+def resume(worker: Worker, plan: Plan, config: TrainConfig, corpus: Corpus, world: World) -> int:
+    """Load a checkpoint into the worker; the step to continue with. CheckpointError if it is of another run."""
+    folder = checkpoint.locate(Path(config.resume))
+    extra = checkpoint.read_manifest(folder).extra
+    expected = {
+        "model": (plan.hashes.model, "the model"),
+        "seed": (plan.job.seed, "the seed"),
+        "batch": (plan.job.batch, "the batch"),
+        "sequence": (plan.job.sequence, "the sequence length"),
+        "corpus": (corpus.digest, "the corpus"),
+    }
+    for key, (value, words) in expected.items():
+        if value and extra.get(key) != value:
+            raise CheckpointError(
+                f"The checkpoint is of another run: {words} differs, so the run could not continue as it was.",
+                where=str(folder),
+                seen=f"{extra.get(key)} in the checkpoint, {value} now",
+                next_step=f"use what the run used, or start a new run with --weights {folder.parent.parent}/weights",
+            )
+    checkpoint.load(folder, all_pieces(worker, saving=False), group=world.cpu_group)
+    if int(extra["step"]) >= config.steps:
+        raise RunError(
+            "The checkpoint is already at the last step.",
+            where="--steps",
+            seen=f"{config.steps}, checkpoint at {extra['step']}",
+            next_step="give more steps",
+        )
+    return int(extra["step"])
+
+
+def shared_model(plan: Plan, world: World) -> Model:
+    """The captured model: rank 0 captures, everyone else reads its graphs. StalePlanError if it is not the plan's."""
+
+    def make() -> str:
+        from pipefit.model.capture import capture
+
+        model = capture(plan.model.family, plan.model.config)
+        if plan.hashes.model and model.hash != plan.hashes.model:
+            raise StalePlanError(
+                "The plan was made for another form of this model.",
+                where=f"model {plan.model.name!r}",
+                seen=f"{model.hash} here, {plan.hashes.model} in the plan",
+                next_step="make the plan again with this version",
+            )
+        return codec.dump_text(model)
+
+    return codec.load_text(Model, world.from_rank_0("model", make), "the model of rank 0")
+
+
+def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
+    """The corpus: prepared by the first rank of every host, opened by all."""
+    vocabulary = plan.model.config.get("vocab_size")
+    request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary)
+    world.first_here(lambda: prepare(request))
+    return open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
+
+
+def weights_value(plan: Plan, directory: str) -> Value:
+    """Parameters from a directory of safetensors in Hugging Face names. ModelError where they do not fit the model."""
+    from pipefit.model.weights import WeightFiles
+
+    files = WeightFiles(Path(directory), plan.model.family, plan.model.config)
+    return files.read
+
+
+def model_flops(model: Model, plan: Plan) -> float:
+    """Model FLOPs of one step, forward and backward, without recomputation."""
+    from pipefit.model.ops import graph_flops
+
+    symbols = {"B": plan.job.batch, "T": plan.job.sequence}
+    per_graph = {}
+    total = 0.0
+    for layer in model.layers:
+        if layer.graph not in per_graph:
+            flops = graph_flops(model.layer_graph(layer), symbols)
+            per_graph[layer.graph] = flops.forward + flops.input_gradient + flops.weight_gradient
+        total += per_graph[layer.graph]
+    return total
+
+
+def save_final(worker: Worker, directory: Path, world: World) -> None:
+    """The parameters in Hugging Face safetensors, written by rank 0 while the others send it what they hold."""
+    from pipefit.model.weights import save_weights
+    from pipefit.run.checkpoint_gather import gather_full
+
+    whole = gather_full(model_pieces(worker, saving=True), group=world.cpu_group)
+
+    def on_rank_0() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in whole:
+            assert tensor is not None
+            yield name.removeprefix(MODEL), tensor
+
+    if world.rank == 0:
+        save_weights(directory, on_rank_0(), worker.plan.model.family, worker.plan.model.config)
+    else:
+        for _ in whole:
+            pass
+
+
+def write_trace(worker: Worker, path: Path, world: World) -> None:
+    """The measured times of one step's actions, of one rank per lane, as JSON: [lane, action, start_s, stop_s]."""
+    own = [[span.lane, str(span.action), span.start_s, span.stop_s] for span in worker.trace]
+    everyone: list[Any] = [own]
+    if world.size > 1:
+        everyone = [None] * world.size
+        dist.all_gather_object(everyone, own, group=world.cpu_group)
+    if world.rank == 0:
+        lanes: dict[int, list[Any]] = {}
+        for spans in everyone:
+            lanes.setdefault(spans[0][0], spans)
+        flat = [span for spans in lanes.values() for span in spans]
+        path.write_text(json.dumps({"plan": worker.plan.hash, "spans": flat}) + "\n")
+
+
+def open_run_dir(config: TrainConfig, plan: Plan) -> Path:
+    """The run's folder with config.json and plan.json. RunError if another run's metrics are there already."""
+    directory = Path(config.run_dir)
+    if (directory / "metrics.jsonl").exists() and not config.resume:
+        raise RunError(
+            "The folder holds another run.",
+            where=str(directory),
+            seen="metrics.jsonl",
+            next_step=f"continue it with --resume {directory}, or give another folder with -o",
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(codec.dump_text(config), encoding="utf-8")
+        (directory / "plan.json").write_text(codec.dump_text(plan), encoding="utf-8")
+    except OSError as error:
+        raise RunError("The run's folder cannot be written.", where=str(directory), seen=error) from None
+    return directory
+
+
+def train(plan: Plan, config: TrainConfig, world: World) -> None:
+    """Everything that one rank does."""
+    run = Run(plan, config, world)
+    world.from_rank_0("directory", lambda: str(open_run_dir(config, plan)))
+    directory = Path(config.run_dir)
+    log = Log(directory, config.tensorboard) if world.rank == 0 else None
+    try:
+        run.train(log, directory)
+    finally:
+        if log is not None:
+            log.close()
+    if log is not None:
+        log.say(f"done: {config.steps} steps; weights in {directory / 'weights'}")

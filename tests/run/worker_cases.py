@@ -1,0 +1,117 @@
+"""What the pool's processes run for the worker's tests: a plan, some steps, and what came of them as numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipefit.data.feed_arrays import feed_arrays
+from pipefit.data.stepplan import StepPlan, batch_shape
+from pipefit.model.graph import Model
+from pipefit.plan.types import Plan
+from pipefit.run.build import build_worker, make_groups
+from pipefit.run.checkpoint_gather import gather_full
+from pipefit.run.comms import Comms
+from pipefit.run.feeds import make_feeds
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.state import gradient_pieces, model_pieces
+from pipefit.run.worker import Worker
+
+_COMMS: list[Comms] = []
+_ALONE: list[Any] = []
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_norm=0.0, steps=0, weight_decay=0.1)
+
+
+class ArrayRows:
+    """Rows of random tokens with some labels missing: row r is the same for every layout."""
+
+    def __init__(self, sequence: int, vocabulary: int) -> None:
+        self.sequence, self.vocabulary = sequence, vocabulary
+
+    def row(self, index: int) -> np.ndarray:
+        row = np.random.default_rng(1000 + index).integers(0, self.vocabulary, self.sequence + 1)
+        if index % 3 == 0:
+            row[-2:] = -100
+        return row.astype(np.int64)
+
+
+def step_rows(plan: Plan, step: int) -> StepPlan:
+    """A step plan over ArrayRows: step k trains on the k-th batch of rows."""
+    batch = plan.job.batch
+    rows = np.arange(step * batch, (step + 1) * batch)
+    labels = sum(plan.job.sequence - (1 if row % 3 == 0 else 0) * 2 for row in rows)
+    return StepPlan(step=step, rows=rows, divisor=int(labels), shape=batch_shape(plan))
+
+
+def comms() -> Comms:
+    """One per process: groups are kept between cases."""
+    if not _COMMS:
+        _COMMS.append(Comms())
+    return _COMMS[0]
+
+
+def prepare(plans: list[tuple[Plan, Model]]) -> None:
+    """Make the process groups of plans, on all ranks of the world: also those that a plan leaves out."""
+    if not _ALONE:
+        _ALONE.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
+    for plan, model in plans:
+        make_groups(plan, model, comms())
+
+
+def group_of(worker: Worker) -> Any:
+    """The process group of a worker's ranks within the pool's world, also where it is one rank."""
+    if worker.world is not None:
+        return worker.world
+    return _ALONE[dist.get_rank()]
+
+
+def train(worker: Worker, plan: Plan, vocabulary: int, steps: range) -> list[tuple[float, float]]:
+    """Run steps; (loss, gradient norm) of each."""
+    rows = ArrayRows(plan.job.sequence, vocabulary)
+    result = []
+    for step in steps:
+        step_plan = step_rows(plan, step)
+        feeds = make_feeds(plan, worker.device, rows, step_plan, torch.device("cpu"))
+        result.append(worker.step(feeds, step, step_plan.divisor).read())
+    return result
+
+
+def run_steps(
+    plan: Plan, model: Model, vocabulary: int, steps: int = 1, optimizer: OptimizerConfig = OPTIMIZER
+) -> dict[str, Any]:
+    """Build, train, gather: losses and norms per step, the last gradients and the final parameters (on rank 0)."""
+    torch.manual_seed(0)
+    worker = build_worker(plan, model, comms(), torch.device("cpu"), optimizer)
+    losses = train(worker, plan, vocabulary, range(steps))
+    group = group_of(worker)
+    gradients = {n: t.numpy() for n, t in gather_full(gradient_pieces(worker), group=group) if t is not None}
+    pieces = model_pieces(worker, saving=True)
+    parameters = {n.partition("/")[2]: t.numpy() for n, t in gather_full(pieces, group=group) if t is not None}
+    return {"steps": losses, "gradients": gradients, "parameters": parameters}
+
+
+def run_many(cases: list[tuple[Plan, Model, int, int]]) -> list[dict[str, Any]]:
+    """Several cases one after the other on the same ranks."""
+    return [run_steps(*case) for case in cases]
+
+
+def without(plan: Plan, **fields: Any) -> Plan:
+    """The plan with other fields."""
+    return replace(plan, **fields)
+
+
+def rows_of(plan: Plan, step: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(tokens, labels) of the whole batch of a step and its divisor: what one process sees."""
+    step_plan = step_rows(plan, step)
+    reader = ArrayRows(plan.job.sequence, vocabulary)
+    block = torch.from_numpy(np.stack([reader.row(int(row)) for row in step_plan.rows]))
+    tokens = block[:, :-1].clamp(min=0)
+    return tokens, block[:, 1:].clone(), step_plan.divisor
+
+
+__all__ = ["OPTIMIZER", "comms", "feed_arrays", "rows_of", "run_many", "run_steps", "step_rows", "train", "without"]
