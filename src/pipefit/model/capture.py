@@ -227,7 +227,7 @@ def _on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _replace_leaves(module: nn.Module) -> None:
     """Let every Leaf call the custom operator `pipefit::leaf` instead of its own forward."""
     from pipefit.model.families.common import Leaf
-    from pipefit.model.leaf import leaf
+    from pipefit.model.families.leaf import leaf
 
     for child in module.modules():
         if not isinstance(child, Leaf):

@@ -1,0 +1,135 @@
+"""What converters are written with: the emitter that collects operators, and the register of converters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipefit.model.graph import Operator, Shape, Size, Tensor, multiply_sizes
+
+
+class Unconvertible(Exception):
+    """Why a layer cannot be expressed in our operators, and where."""
+
+
+class Emitter:
+    """Collects operators. `names` maps exported nodes to values; an absent node has no value of ours."""
+
+    def __init__(self, symbols: Mapping[str, str], compute_dtype: str, prefix: str) -> None:
+        self.symbols = symbols
+        "Symbols of the export -> ours, for example s77 -> B."
+        self.compute_dtype = compute_dtype
+        self.tensors: dict[str, Tensor] = {}
+        self.operators: list[Operator] = []
+        self.names: dict[Any, str] = {}
+        self.parts: dict[Any, list[str]] = {}
+        "Values of nodes that give several (chunk, split)."
+        self.constants: dict[Any, Any] = {}
+        "Nodes with known numbers (torch tensors), not yet in the graph."
+        self.dropouts = 0
+        self.source = prefix
+
+    def value(self, node: Any) -> str:
+        """The name of the value of `node`; a constant enters the graph when it is first read."""
+        if node is None:
+            return ""
+        if node in self.names:
+            return self.names[node]
+        if node in self.constants:
+            self.names[node] = self._constant(node)
+            return self.names[node]
+        raise Unconvertible(f"the value of {node} is not a tensor that a layer can hand on")
+
+    def _constant(self, node: Any) -> str:
+        numbers = self.constants[node]
+        if numbers.numel() > 65536:
+            raise Unconvertible(f"a constant of {numbers.numel()} numbers")
+        values = numbers.double().flatten().tolist()
+        return self.emit("constant", (), tuple(numbers.shape), "float32", {"values": values})
+
+    def shape(self, node: Any) -> Shape:
+        """The shape of the exported node in our symbols."""
+        return tuple(self.size(size) for size in node.meta["val"].shape)
+
+    def size(self, size: Any) -> Size:
+        """A size of the export: a number, or a product of symbols. Anything else cannot be converted."""
+        if isinstance(size, int):
+            return size
+        expression = getattr(size, "node", size).expr
+        factors: list[Size] = []
+        for factor, power in expression.as_powers_dict().items():
+            name = str(factor)
+            if name in self.symbols and power == int(power) and power > 0:
+                factors += [self.symbols[name]] * int(power)
+            elif factor.is_Integer and power == 1:
+                factors.append(int(factor))
+            else:
+                raise Unconvertible(f"the size {expression} is not a product of rows, tokens and numbers")
+        return multiply_sizes(*factors)
+
+    def dtype(self, node: Any) -> str:
+        return self.dtype_name(node.meta["val"].dtype)
+
+    def dtype_name(self, dtype: Any) -> str:
+        """Our name of a torch dtype."""
+        name = str(dtype).removeprefix("torch.")
+        if name == self.compute_dtype:
+            return "compute"
+        if name in ("float32", "float64"):
+            return "float32"
+        if name in ("int64", "int32", "bool"):
+            return name
+        raise Unconvertible(f"the number type {name}")
+
+    def emit(
+        self, kind: str, inputs: Sequence[str], shape: Shape, dtype: str, attributes: Mapping[str, Any] | None = None
+    ) -> str:
+        """Append an operator; gives the name of its value."""
+        name = f"t{len(self.tensors)}"
+        self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
+        self.operators.append(
+            Operator(
+                kind=kind, inputs=tuple(inputs), outputs=(name,), attributes=dict(attributes or {}), source=self.source
+            )
+        )
+        return name
+
+    def like(self, node: Any, kind: str, inputs: Sequence[str], attributes: Mapping[str, Any] | None = None) -> str:
+        """Append an operator whose value has the shape and type of `node`."""
+        return self.emit(kind, inputs, self.shape(node), self.dtype(node), attributes)
+
+    def rank(self, node: Any) -> int:
+        return len(node.meta["val"].shape)
+
+    def dim(self, node: Any, dim: int) -> int:
+        """A dimension of `node`, not negative."""
+        return dim + self.rank(node) if dim < 0 else dim
+
+
+Converter = Callable[[Emitter, Any, list[Any], Mapping[str, Any]], str]
+"""(emitter, node, arguments, keywords) -> the name of the node's value."""
+CONVERTERS: dict[str, Converter] = {}
+
+
+def converts(*targets: str) -> Callable[[Converter], Converter]:
+    def register(function: Converter) -> Converter:
+        for target in targets:
+            CONVERTERS[target] = function
+        return function
+
+    return register
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, bool)) or not (hasattr(value, "shape") or isinstance(value, (list, tuple)))
+
+
+def line_of(node: Any) -> str:
+    """` at FILE:LINE` of the user's code that made the node."""
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
+    if not lines:
+        return ""
+    file, line = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
+    return f", at {file.rsplit('/', 1)[-1]}:{line}"
