@@ -10,13 +10,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.run.processes import run_processes
+from tests.run.stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
 
 from pipefit.layout import Form
 from pipefit.run.shard_comm import ShardContext
 from pipefit.run.stage import StageLayer, StageProgram
 from pipefit.shard.megatron import shard_program
-from tests.run.processes import run_processes
-from tests.run.stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
 
 pytestmark = pytest.mark.gloo
 

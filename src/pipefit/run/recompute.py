@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from pipefit.model.ops import KINDS
+from pipefit.model.ops import effective_recompute
 from pipefit.run.stage_compile import LayerFunction
 from pipefit.run.stage_record import Piece, Record
 
@@ -42,9 +43,9 @@ class Stretch:
                 out = self._run(record, leaf, [])
             record.pieces.append(Piece(leaf, extras, (), []))
             return out
-        piece = self._graph(record, leaf, extras)
+        piece, out = self._graph(record, leaf, extras)
         record.pieces.append(piece)
-        return piece.outputs[0].detach()
+        return out
 
     def backward(
         self, record: Record, dy: torch.Tensor | None, extra: dict[str, torch.Tensor], done: Done
@@ -56,10 +57,10 @@ class Stretch:
         piece = record.pieces.pop()
         if self.again:
             record.extras.update(piece.extras)
-            piece = self._graph(record, piece.leaf, piece.extras)
+            piece, _ = self._graph(record, piece.leaf, piece.extras)
         roots, gradients = [], []
-        for root, gradient in zip(piece.outputs, (dy, *(extra.pop(n, None) for n in self.produced)), strict=True):
-            if gradient is not None and root.requires_grad:
+        for root, gradient in zip(piece.roots, (dy, *(extra.pop(n, None) for n in self.produced)), strict=True):
+            if gradient is not None and root is not None:
                 roots.append(root)
                 gradients.append(gradient)
         pending = list(range(self.first, self.first + len(self.calls)))
@@ -75,7 +76,9 @@ class Stretch:
                 extra[name] = extra[name] + leaf.grad if name in extra else leaf.grad
         return None if piece.leaf is None else piece.leaf.grad
 
-    def _graph(self, record: Record, leaf: torch.Tensor | None, extras: dict[str, torch.Tensor]) -> Piece:
+    def _graph(
+        self, record: Record, leaf: torch.Tensor | None, extras: dict[str, torch.Tensor]
+    ) -> tuple[Piece, torch.Tensor]:
         marks: list[tuple[int, Any]] = []
         if extras:
             record.extras.update(extras)
@@ -83,7 +86,8 @@ class Stretch:
         for name in self.produced:
             outputs.append(record.extras[name])
             record.extras[name] = record.extras[name].detach()
-        return Piece(leaf, extras, tuple(outputs), marks)
+        roots = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
+        return Piece(leaf, extras, roots, marks), outputs[0].detach()
 
     def _run(self, record: Record, x: Any, marks: list[tuple[int, Any]]) -> Any:
         place = self.first
@@ -112,7 +116,7 @@ def stretches(
     result: list[Stretch] = []
     open_since = 0
     for place, layer in enumerate(layers):
-        if recompute == "full" and runs_again(layer.graph):
+        if effective_recompute(layer.graph, recompute) == "full":
             if open_since < place:
                 result.append(Stretch(open_since, functions[open_since:place], again=False))
             result.append(Stretch(place, functions[place : place + 1], again=True))
@@ -120,9 +124,3 @@ def stretches(
     if open_since < len(layers):
         result.append(Stretch(open_since, functions[open_since:], again=False))
     return result
-
-
-def runs_again(graph: Any) -> bool:
-    """Whether full recomputation applies to a layer: it has a hidden state to start from and does real work."""
-    heavy = sum(KINDS[operator.kind].heavy for operator in graph.operators)
-    return heavy >= 2 and any(tensor.role == "activation" for tensor in graph.inputs)

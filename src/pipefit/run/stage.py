@@ -54,15 +54,18 @@ class StageProgram:
         first_layer_index: int = 0,
         slices: int = 1,
         modules: Mapping[str, torch.nn.Module] | None = None,
+        backend: str | None = "auto",
     ) -> None:
         """`dtype` is that of computing; `slices` is how many slices a microbatch comes in; `first_layer_index` is
-        the place of the first layer in the model; `modules` are the user's own, for opaque operators."""
+        the place of the first layer in the model; `modules` are the user's own, for opaque operators; `backend`
+        compiles pointwise regions (a name that torch.compile knows, None for eager; auto: inductor on CUDA)."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
         self.dtype = dtype
         self.shard = shard
         self.slices = slices
+        self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
         self.on_layer_gradients: Callable[[int], None] | None = None
         "Called with the layer's place in this stage when its gradients of the running B or W are complete."
         self.parameters = make_parameters(self.layers, self.device, dtype)
@@ -96,7 +99,7 @@ class StageProgram:
             for index in range(len(layer.graph.operators))
         ]
         local = {name: self.parameters[layer.parameters[name]] for name in layer.parameters}
-        return compile_layer(layer.graph, local, contexts)
+        return compile_layer(layer.graph, local, contexts, self.recompute, self.backend)
 
     def bind_gradients(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """From now on every backward adds into these buffers, by global name: shapes of the parameters, contiguous,

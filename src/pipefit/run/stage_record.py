@@ -24,14 +24,15 @@ class Deferred(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One stretch of layers: its input leaf, its output in the autograd graph, or only the input to start from again.
+    """One stretch of layers: its input leaf and the places in the autograd graph where its backward starts.
 
-    `leaf` is None where the stretch starts from tokens. `outputs` is empty for a stretch that is recomputed.
+    `leaf` is None where the stretch starts from tokens. `roots` is empty for a stretch that is recomputed.
     """
 
     leaf: torch.Tensor | None
     extras: dict[str, torch.Tensor]
-    outputs: tuple[torch.Tensor, ...]
+    roots: tuple[Any, ...]
+    "Gradient edges of the outputs, not the outputs: their storages may go. None where nothing flows back."
     marks: list[tuple[int, Any]]
     "(layer, autograd node that made this layer's input): where the layer's gradients are complete."
 

@@ -33,6 +33,8 @@ class Step(NamedTuple):
     call: Callable[..., Any]
     wants_record: bool = False
     prepare: Callable[[Any], tuple[Any, ...]] | None = None
+    traced: Callable[..., Any] | None = None
+    "What a compiler sees instead of `call`: plain PyTorch, where `call` has a derivative of its own."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,27 @@ from pipefit.run.random import feature_bits, keep_mask, key_of, token_bits
 from pipefit.run.stage_record import Record
 
 
+class _Dropout(torch.autograd.Function):
+    """Keeps no mask: the backward draws it again from the keys of the tokens (B, T)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor, p: float) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.features, ctx.p = features, p
+        return masked(x, tokens, features, p)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return masked(dy, *ctx.saved_tensors, ctx.features, ctx.p), None, None, None
+
+
+def masked(x: torch.Tensor, tokens: torch.Tensor | None, features: torch.Tensor, p: float) -> torch.Tensor:
+    """x with zeros where the keys say so, the rest divided by 1 - p; x itself where there are no keys (evaluation)."""
+    if tokens is None:
+        return x
+    return x * keep_mask(tokens, features, p).view(x.shape) * (1.0 / (1.0 - p) if p < 1 else 0.0)
+
+
 def build(operator: Operator, context: Context) -> Step:
     p = float(operator.attributes["p"])
     index = int(operator.attributes.get("index", context.operator))
@@ -25,7 +46,7 @@ def build(operator: Operator, context: Context) -> Step:
     features = feature_bits(first * math.prod(trailing[1:]) if dim >= 2 else 0, math.prod(trailing), context.device)
     assert dim <= 2, "only the first feature dimension can be split"
     shard, seed, layer = context.shard, context.seed, context.model_layer
-    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+    apply = _Dropout.apply
 
     def prepare(record: Record) -> tuple[Any, ...]:
         if not record.train or p == 0:
@@ -38,12 +59,10 @@ def build(operator: Operator, context: Context) -> Step:
             positions = positions[:, start:stop]
         return (token_bits(key_of(seed, feed.step, layer, index), feed.rows, positions),)
 
-    def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        if tokens is None:
-            return x
-        return x * keep_mask(tokens, features, p).view(x.shape) * scale
+    def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
+        return x if tokens is None else apply(x, tokens, features, p)
 
-    return Step(dropout, prepare=prepare)
+    return Step(dropout, prepare=prepare, traced=lambda x, tokens: masked(x, tokens, features, p))
 
 
 BUILDERS = {"dropout": build}

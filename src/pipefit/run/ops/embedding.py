@@ -1,6 +1,7 @@
 """embedding(indices, weight): rows of a table. The gradient is added into the table's buffer row by row.
 
-Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer.
+Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer; it can wait
+for W as that of a linear layer does.
 """
 
 from __future__ import annotations
@@ -12,25 +13,39 @@ from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
+from pipefit.run.stage_record import Deferred, Record
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, weight: Any) -> torch.Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, indices: torch.Tensor, weight: Any, record: Record, layer: int) -> torch.Tensor:
+        ctx.weight, ctx.record, ctx.layer = weight, record, layer
         ctx.save_for_backward(indices)
         return functional.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
-        buffer = ctx.weight.main_grad
-        buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
-        return None, None
+        if ctx.record.deferred is None:
+            accumulate_rows(ctx.weight, indices, dy)
+        else:
+            ctx.record.deferred.append(Deferred(ctx.layer, accumulate_rows, (ctx.weight, indices, dy)))
+        return None, None, None, None
+
+
+def accumulate_rows(weight: Any, indices: torch.Tensor, dy: torch.Tensor) -> None:
+    """Add each row of dy (B, T, D) to the row of the table's buffer that its index names."""
+    buffer = weight.main_grad
+    buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
 
 
 def build(operator: Operator, context: Context) -> Step:
-    return Step(_Embedding.apply)
+    layer, apply = context.layer, _Embedding.apply
+
+    def embedding(record: Record, indices: torch.Tensor, weight: Any) -> Any:
+        return apply(indices, weight, record, layer)
+
+    return Step(embedding, wants_record=True)
 
 
 BUILDERS = {"embedding": build}

@@ -34,7 +34,7 @@ class _Linear(torch.autograd.Function):
             if deferred is None:
                 accumulate_linear(weight, bias, x, dy)
             else:
-                deferred.append(Deferred(ctx.layer, accumulate_linear, (weight, bias, x, dy)))
+                deferred.append(Deferred(ctx.layer, accumulate_linear, (weight, bias, x.detach(), dy)))
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
 

@@ -39,7 +39,7 @@ class _ExpertLinear(torch.autograd.Function):
             if deferred is None:
                 accumulate_experts(weight, ctx.ends, x, dy)
             else:
-                deferred.append(Deferred(ctx.layer, accumulate_experts, (weight, ctx.ends, x, dy)))
+                deferred.append(Deferred(ctx.layer, accumulate_experts, (weight, ctx.ends, x.detach(), dy)))
         dx = expert_product(dy, weight, ctx.ends) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
 

@@ -45,9 +45,13 @@ class _RmsNorm(torch.autograd.Function):
 def build_rms_norm(operator: Operator, context: Context) -> Step:
     eps = float(operator.attributes["eps"])
     apply = _RmsNorm.apply
+
+    def plain(x: torch.Tensor, weight: Any = None) -> torch.Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
     if context.device.type == "cuda":
-        return Step(lambda x, weight=None: functional.rms_norm(x, (x.shape[-1],), weight, eps))
-    return Step(lambda x, weight=None: apply(x, weight, eps))
+        return Step(plain)
+    return Step(lambda x, weight=None: apply(x, weight, eps), traced=plain)
 
 
 def build_layer_norm(operator: Operator, context: Context) -> Step:

@@ -67,7 +67,11 @@ def build(operator: Operator, context: Context) -> Step:
             table = record.cache[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
         return table
 
-    return Step(lambda x, positions, cos, sin: apply(x, cos, sin, turn, dim), prepare=prepare)
+    return Step(
+        lambda x, positions, cos, sin: apply(x, cos, sin, turn, dim),
+        prepare=prepare,
+        traced=lambda x, positions, cos, sin: _turn_front(x, cos, sin, turn, dim),
+    )
 
 
 BUILDERS = {"rotary": build}

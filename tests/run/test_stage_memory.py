@@ -1,0 +1,54 @@
+"""What a stage keeps alive, counted by watching storages, against what the planner predicts."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tests.run.stage_toys import HEAD, WIDTH, block_graph, fill, toy_feed
+
+from pipefit.model.ops import saved_bytes
+from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage_audit import StorageAudit
+
+ROWS, TOKENS = 2, 16
+SYMBOLS = {"B": ROWS, "T": TOKENS}
+
+
+def middle_stage(recompute, dtype, count=2, **options):
+    graph = block_graph(**options)
+    layers = [StageLayer(f"l{i}", graph, {p.name: f"l{i}.{p.name}" for p in graph.parameters}) for i in range(count)]
+    program = StageProgram(layers, recompute=recompute, dtype=dtype)
+    fill(program)
+    program.begin_step(0, 1)
+    return program, graph
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_saved_bytes_after_forward_and_after_input_gradient(recompute, dtype, dropout):
+    program, graph = middle_stage(recompute, dtype, dropout=dropout)
+    feed = toy_feed(ROWS, TOKENS)
+    x = torch.randn(ROWS, TOKENS, WIDTH, dtype=dtype)
+    saved = saved_bytes(graph, SYMBOLS, dtype.itemsize, recompute)
+    # Of the step's positions, and left out by the planner: one table of cos and sin, and the keys of dropout, 4 bytes
+    # a token and layer.
+    shared = 0 if recompute == "full" else 2 * ROWS * TOKENS * (HEAD // 2) * dtype.itemsize
+    if recompute != "full" and dropout:
+        shared += 2 * ROWS * TOKENS * 4
+    with StorageAudit() as audit:
+        program.forward(0, 0, {"": x}, feed)
+        program._records[0, 0].cache.clear() if recompute == "full" else None
+        gc.collect()
+        expected = 2 * saved.after_forward - x.nbytes + shared  # the first layer's x was made outside
+        assert audit.live_bytes() == expected, (audit.live_sizes(), expected)
+        dx = program.backward_input(0, 0, {"": torch.randn(x.shape, dtype=dtype)})
+        gc.collect()
+        found = audit.live_bytes() - dx[""].untyped_storage().nbytes()
+        assert found == 2 * saved.after_input_gradient, (audit.live_sizes(), saved)
+        program.backward_weight(0, 0)
+        del dx
+        gc.collect()
+        assert audit.live_bytes() == 0, audit.live_sizes()
