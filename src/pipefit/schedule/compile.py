@@ -22,54 +22,30 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.types import CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.kernel import choose, sweep, topological_order
+from pipefit.schedule.kernel import choose, topological_order
 from pipefit.schedule.problem import Edge, chain
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-F, I, W, B, SEND_F, SEND_B, RECV_F, RECV_B, REDUCE, GATHER, NORM, STEP, FREE, BARRIER = range(14)  # noqa: E741
-CODE = {
-    "F": F,
-    "I": I,
-    "W": W,
-    "B": B,
-    "SEND_F": SEND_F,
-    "SEND_B": SEND_B,
-    "RECV_F": RECV_F,
-    "RECV_B": RECV_B,
-    "REDUCE": REDUCE,
-    "GATHER": GATHER,
-    "NORM": NORM,
-    "STEP": STEP,
-    "FREE": FREE,
-}
-"""Small integers for the kinds; compute kinds come first."""
+from pipefit.schedule.table import (
+    BARRIER,
+    GATHER,
+    NORM,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    STEP,
+    B,
+    F,
+    I,
+    Ints,
+    Table,
+    columns,
+)
 
 STOP, ARRIVAL = 0, 1
 """What a task waits for: the predecessor's stop, or the arrival of what it transfers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A schedule as columns: one entry per action, all lanes one after the other."""
-
-    kind: Ints
-    stage: Ints
-    microbatch: Ints
-    slice: Ints
-    edge: Ints
-    "Index into `edges` for transfers, else -1."
-    plain: NDArray[np.bool_]
-    "Whether `what` is empty."
-    lane: Ints
-    offset: Ints
-    "Where each lane begins, and the end."
-    edges: tuple[Edge, ...]
-    "The edges that cross lanes."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,58 +78,6 @@ class TaskGraph:
     @property
     def size(self) -> int:
         return len(self.kind)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """When every task of a graph runs."""
-
-    start_s: Floats
-    duration_s: Floats
-    "Of a transfer, how long it keeps the port busy."
-    transit_s: Floats
-    "Of a transfer, from its start to its arrival; else 0."
-    lag_s: Floats
-    "Beside the graph's `source`: how long after that task's start the waiting task may start."
-
-    @property
-    def stop_s(self) -> Floats:
-        """When every task is over; of a transfer, when the port is free again."""
-        return self.start_s + self.duration_s
-
-    @property
-    def arrival_s(self) -> Floats:
-        """When a transfer's data can be used."""
-        return self.start_s + self.transit_s
-
-
-def columns(schedule: Schedule, edges: Sequence[Edge] | None = None) -> Table:
-    """The schedule as columns. `edges` adds edges that no SEND of the schedule names (computed schedules)."""
-    flat = [action for lane in schedule.lanes for action in lane]
-    kinds, stages, microbatches, slices, peers, whats = zip(*flat, strict=True) if flat else ((),) * 6
-    kind = np.array([CODE[text] for text in kinds], dtype=np.int64)
-    stage = np.array(stages, dtype=np.int64)
-    offset = np.cumsum([0, *(len(lane) for lane in schedule.lanes)])
-    index = {edge: i for i, edge in enumerate(_crossing(schedule, edges or ()))}
-    edge = np.full(len(flat), -1, dtype=np.int64)
-    transfers = np.flatnonzero((kind >= SEND_F) & (kind <= RECV_B))
-    if len(transfers):
-        away = (kind == SEND_F) | (kind == RECV_B)
-        edge[transfers] = [
-            index.setdefault((stages[i], peers[i], whats[i]) if out else (peers[i], stages[i], whats[i]), len(index))
-            for i, out in zip(transfers.tolist(), away[transfers].tolist(), strict=True)
-        ]
-    return Table(
-        kind=kind,
-        stage=stage,
-        microbatch=np.array(microbatches, dtype=np.int64),
-        slice=np.array(slices, dtype=np.int64),
-        edge=edge,
-        plain=np.array([not what for what in whats], dtype=np.bool_),
-        lane=np.repeat(np.arange(len(schedule.lanes)), np.diff(offset)),
-        offset=offset,
-        edges=tuple(index),
-    )
 
 
 def compile_graph(schedule: Schedule, edges: Sequence[Edge] | None = None, compiled: bool | None = None) -> TaskGraph:
@@ -189,90 +113,6 @@ def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None) -> Tas
     if len(_recent) > 32:
         _recent.popitem(last=False)
     return graph
-
-
-def run(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
-    """When every task runs under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
-    duration, transit = durations(graph, costs)
-    lag = np.where(graph.wait == ARRIVAL, transit[graph.source], duration[graph.source])
-    return Times(
-        start_s=run_sweep(graph, lag, compiled),
-        duration_s=duration,
-        transit_s=transit,
-        lag_s=lag,
-    )
-
-
-def run_sweep(graph: TaskGraph, lag: Floats, compiled: bool | None = None) -> Floats:
-    """The start of every task: the sweep alone, on arrays that are ready."""
-    function = choose(sweep, len(graph.source), compiled)
-    if function is sweep:
-        start = [0.0] * graph.size
-        sweep(graph.pointer.tolist(), graph.source.tolist(), lag.tolist(), start)
-        return np.array(start, dtype=np.float64)
-    out = np.zeros(graph.size)
-    function(graph.pointer, graph.source, lag, out)
-    return out
-
-
-def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
-    """(duration, transit) of every task, in seconds."""
-    duration, transit = np.zeros(graph.size), np.zeros(graph.size)
-    for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
-        mask = graph.kind == code
-        if not mask.any():
-            continue
-        if name not in costs.actions:
-            raise ScheduleError("The cost table has no times for an action of the schedule.", seen=name)
-        duration[mask] = lookup(
-            costs.actions[name].time_s, graph.stage[mask], graph.microbatch[mask], graph.slice[mask]
-        )
-        duration[mask] += costs.overhead_s
-    for code, once in ((REDUCE, costs.reduce_s), (GATHER, costs.gather_s)):
-        mask = (graph.kind == code) & graph.plain
-        duration[mask] = once[graph.stage[mask]]
-    mask = graph.kind == STEP
-    duration[mask] = costs.step_s[graph.lane[mask]]
-    matched = match_edges(graph.table.edges, costs)
-    for code, port, whole in ((SEND_F, "forward_port_s", "forward_s"), (SEND_B, "backward_port_s", "backward_s")):
-        mask = graph.kind == code
-        if mask.any():
-            place = (graph.edge[mask], graph.microbatch[mask], graph.slice[mask])
-            duration[mask] = lookup(edge_table(matched, port), *place)
-            transit[mask] = lookup(edge_table(matched, whole), *place)
-    return duration, transit
-
-
-def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
-    """The cost of every edge. Raises ScheduleError that names the edge without one."""
-    known = {(cost.source, cost.target, cost.tensor): cost for cost in costs.edges}
-    for source, target, tensor in edges:
-        if (source, target, tensor) not in known:
-            raise ScheduleError(
-                "The cost table has no entry for an edge of the schedule.",
-                seen=f"stage {source} -> stage {target}" + (f", tensor {tensor!r}" if tensor else ""),
-                allowed="one EdgeCost for every edge that crosses lanes",
-            )
-    return [known[edge] for edge in edges]
-
-
-def edge_table(matched: Sequence[EdgeCost], field: str) -> Floats:
-    """One field of all edges as an array over [edge, microbatch, slice]; axes of length 1 stay so."""
-    return np.stack(np.broadcast_arrays(*(getattr(cost, field) for cost in matched)))
-
-
-def lookup(table: Floats, first: Ints, microbatch: Ints, slice_: Ints) -> Floats:
-    """Entries of an array over [stage or edge, microbatch, slice] whose axes of length 1 mean "the same for all"."""
-    zero = np.zeros(1, dtype=np.int64)
-    place = tuple(
-        index if length > 1 else zero for index, length in zip((first, microbatch, slice_), table.shape, strict=True)
-    )
-    found: Floats = table[place]
-    return np.broadcast_to(found, first.shape)
-
-
-def _crossing(schedule: Schedule, edges: Sequence[Edge]) -> list[Edge]:
-    return [edge for edge in edges if schedule.placement[edge[0]] != schedule.placement[edge[1]]]
 
 
 class _Builder:

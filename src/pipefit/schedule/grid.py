@@ -9,8 +9,9 @@ from fractions import Fraction
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import COMPUTE, Action, Schedule
-from pipefit.schedule.compile import Times, run, task_graph
+from pipefit.schedule.compile import task_graph
 from pipefit.schedule.problem import Edge, uniform_costs
+from pipefit.schedule.times import Times, run
 
 WIDEST = 4_000
 """Characters of a row beyond which times are drawn in proportion only."""

@@ -21,8 +21,10 @@ import numpy as np
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Kind, Schedule
-from pipefit.schedule.compile import SEND_B, SEND_F, Ints, TaskGraph, Times, run, task_graph
+from pipefit.schedule.compile import TaskGraph, task_graph
 from pipefit.schedule.problem import Edge, chain, uniform_costs
+from pipefit.schedule.table import SEND_B, SEND_F, Ints
+from pipefit.schedule.times import Times, run
 
 
 def lower(

@@ -12,19 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import CostTable
-from pipefit.schedule.compile import (
-    CODE,
-    SEND_B,
-    SEND_F,
-    B,
-    Floats,
-    Ints,
-    TaskGraph,
-    Times,
-    edge_table,
-    lookup,
-    match_edges,
-)
+from pipefit.schedule.compile import TaskGraph
+from pipefit.schedule.table import CODE, SEND_B, SEND_F, B, Floats, Ints
+from pipefit.schedule.times import Times, edge_table, lookup, match_edges
 
 
 @dataclass(frozen=True, slots=True)

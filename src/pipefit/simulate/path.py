@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.schedule.compile import BARRIER, TaskGraph, Times
+from pipefit.schedule.compile import TaskGraph
+from pipefit.schedule.table import BARRIER
+from pipefit.schedule.times import Times
 
 
 def critical_tasks(graph: TaskGraph, times: Times) -> list[tuple[int, float]]:

@@ -14,22 +14,10 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import Action, Kind, Schedule
-from pipefit.schedule.compile import (
-    BARRIER,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    STEP,
-    B,
-    Floats,
-    Ints,
-    TaskGraph,
-    Times,
-    run,
-    task_graph,
-)
+from pipefit.schedule.compile import TaskGraph, task_graph
 from pipefit.schedule.problem import Edge
+from pipefit.schedule.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
+from pipefit.schedule.times import Times, run
 from pipefit.simulate.memory import MemoryCurve, memory_curves
 from pipefit.simulate.path import critical_tasks
 
