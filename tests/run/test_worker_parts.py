@@ -1,0 +1,310 @@
+"""The worker's parts by themselves: transfers against whole tensors, rings, buckets, AdamW, clipping, first values."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipefit.errors import PlanError, RunError
+from pipefit.layout import Axis, Group, holding, parse_form
+from pipefit.run.buckets import Entry, make_buckets
+from pipefit.run.initial import initial_value
+from pipefit.run.metrics import Log, Peak, find_peak, format_step, memory_of, step_metrics
+from pipefit.run.norm import clip_factor, counts, sum_of_squares
+from pipefit.run.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
+from pipefit.run.rings import assign_slots, last_uses, ring_sizes
+from pipefit.run.transfers import incoming, outgoing
+from pipefit.schedule.actions import parse_lanes
+
+
+def grid(replicas: tuple[int, ...], shards: tuple[int, ...], first: int = 0) -> Group:
+    axes = (Axis(name="replica", shares=replicas), Axis(name="shard", shares=shards))
+    return Group(axes=axes, devices=tuple(range(first, first + len(replicas) * len(shards))))
+
+
+shares = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
+FORMS = st.sampled_from([("G0", "I", "I"), ("G0", "I", "G1"), ("G0", "G1", "G1"), ("G0", "P", "I"), ("G0", "P", "G1")])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shares, shares, shares, shares, FORMS, st.sampled_from(["I", "G1"]))
+def test_pieces_carry_a_tensor_from_any_grid_to_any_other(r1, s1, r2, s2, form, received):
+    """Executed by hand on a whole tensor: what every receiver puts together is its part of the whole."""
+    replica, sent, wire = form
+    source, target = grid(r1, s1), grid(r2, s2, 100)
+    shape = (7, 6, 2)
+    whole = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
+    local = {}
+    for device in source.devices:
+        box = holding(shape, source, [parse_form(replica), parse_form(sent)], device)
+        local[device] = whole[tuple(slice(*run) for run in box)]
+    for device in target.devices:
+        got = incoming(shape, source, (replica, wire), target, ("G0", received), device)
+        buffer = np.full(got.shape, np.nan)
+        for piece in got.pieces:
+            out = outgoing(shape, source, (replica, sent), (replica, wire), target, ("G0", received), piece.peer)
+            (match,) = [
+                p
+                for p in out.pieces
+                if p.peer == device and _global(p, piece.peer, source, sent) == _to(piece, device, target, received)
+            ]
+            buffer[tuple(slice(*run) for run in piece.box)] = local[piece.peer][tuple(slice(*run) for run in match.box)]
+            assert out.sum_over == (("shard",) if sent == "P" and len(s1) > 1 else ())
+        box = holding(shape, target, [parse_form("G0"), parse_form(received)], device)
+        np.testing.assert_array_equal(buffer, whole[tuple(slice(*run) for run in box)])
+
+
+def _global(piece, device, group, form):
+    own = holding((7, 6, 2), group, [parse_form("G0"), parse_form(form)], device)
+    return tuple((a + low, b + low) for (a, b), (low, _) in zip(piece.box, own, strict=True))
+
+
+_to = _global
+
+
+def test_equal_grids_give_one_whole_message_each():
+    source, target = grid((1, 1), (1, 1)), grid((1, 1), (1, 1), 4)
+    for device in source.devices:
+        out = outgoing((4, 6, 2), source, ("G0", "P"), ("G0", "P"), target, ("G0", "P"), device)
+        assert [(piece.peer, piece.whole) for piece in out.pieces] == [(device + 4, True)]
+
+
+def test_a_whole_gradient_that_arrives_as_a_partial_sum_goes_to_one_position():
+    """Everyone else contributes zeros: the sum over the axis is the tensor once."""
+    source, target = grid((1,), (1,)), grid((1,), (1, 1, 1), 4)
+    got = [incoming((4, 6, 2), source, ("G0", "I"), target, ("G0", "P"), device) for device in target.devices]
+    assert [len(entry.pieces) for entry in got] == [1, 0, 0]
+    assert [entry.zero for entry in got] == [False, True, True]
+
+
+def test_a_split_tensor_cannot_leave_whole():
+    source, target = grid((1,), (1, 1)), grid((1,), (1, 1), 4)
+    with pytest.raises(PlanError) as error:
+        outgoing((4, 6, 2), source, ("G0", "G1"), ("G0", "I"), target, ("G0", "I"), 0)
+    assert "cannot leave as I" in error.value.text() and "axis 'shard'" in error.value.text()
+
+
+def test_rings_hold_what_is_in_flight_and_nothing_is_reused_early():
+    (lane,) = parse_lanes(["1RECV_F0 1F0 1RECV_F1 1F1 1B0 1RECV_F2 1F2 1RECV_F3 1B1 1F3 1B2 1B3"])
+    assert ring_sizes(lane) == {("RECV_F", 1, 0, "", 0): 3}
+    _check_rings(lane)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 10), st.data())
+def test_rings_of_any_order_are_as_small_as_can_be(ahead, microbatches, data):
+    """Random interleavings of F, I, W: no two live messages share a buffer, and the ring is the greatest overlap."""
+    words, open_i, open_w, sent = [], [], [], 0
+    while sent < microbatches or open_i or open_w:
+        choices = (["F"] if sent < microbatches and len(open_i) + len(open_w) < ahead else []) + (
+            ["I"] if open_i else []
+        )
+        choice = data.draw(st.sampled_from(choices + (["W"] if open_w else [])))
+        if choice == "F":
+            words += [f"1RECV_F{sent}", f"1F{sent}"]
+            open_i.append(sent)
+            sent += 1
+        elif choice == "I":
+            words.append(f"1I{open_i[0]}")
+            open_w.append(open_i.pop(0))
+        else:
+            words.append(f"1W{open_w.pop(0)}")
+    (lane,) = parse_lanes([" ".join(words)])
+    _check_rings(lane)
+
+
+def _check_rings(lane):
+    slots, last = assign_slots(lane), last_uses(lane)
+    life = [
+        (index, last[lane[index].stage, lane[index].microbatch, lane[index].slice], slot)
+        for index, slot in slots.items()
+    ]
+    for start, stop, slot in life:
+        assert not [1 for a, b, other in life if other == slot and (a, b) != (start, stop) and a < stop and start < b]
+    overlap = max(sum(a <= at <= b for a, b, _ in life) for at, _, _ in life)
+    assert max(ring_sizes(lane).values()) == overlap
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_adamw_equals_pytorchs(dtype):
+    """Over six steps with a changing learning rate and clipping-sized gradients, cut in uneven pieces."""
+    config = OptimizerConfig(lr=3e-3, weight_decay=0.07, beta1=0.87, beta2=0.93, warmup=3, steps=6)
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(1000, generator=generator, dtype=dtype)
+    theirs = start.clone().requires_grad_()
+    other = torch.optim.AdamW([theirs], lr=1.0, betas=(0.87, 0.93), eps=1e-8, weight_decay=0.07)
+    mine = start.clone()
+    pieces = [AdamW(mine[a:b], dtype, config, decays=True) for a, b in ((0, 1), (1, 640), (640, 1000))]
+    for step in range(6):
+        gradient = torch.randn(1000, generator=generator, dtype=dtype)
+        lr = learning_rate(config, step)
+        theirs.grad = gradient.clone()
+        other.param_groups[0]["lr"] = lr
+        other.step()
+        for piece, (a, b) in zip(pieces, ((0, 1), (1, 640), (640, 1000)), strict=True):
+            piece.step(gradient[a:b].clone(), lr, step + 1)
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-6
+    assert (mine - theirs.detach()).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_bfloat16_parameters_follow_float32_masters():
+    """A hundred steps, each far below bfloat16's resolution, must add up; without masters they would vanish."""
+    config = OptimizerConfig(lr=1e-4, weight_decay=0.0, decay="constant")
+    parameter = torch.full((4,), 1.0, dtype=torch.bfloat16)
+    optimizer = AdamW(parameter, torch.float32, config, decays=False)
+    for step in range(100):
+        optimizer.step(torch.ones(4), config.lr, step + 1)
+    assert torch.allclose(optimizer.master, torch.full((4,), 0.99), atol=1e-4)
+    assert torch.equal(parameter, optimizer.master.to(torch.bfloat16)) and parameter[0] != 1.0
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = OptimizerConfig(lr=1.0, warmup=4, steps=14, min_lr_ratio=0.1)
+    assert [learning_rate(config, step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(config, 4) == 1.0 and learning_rate(config, 14) == pytest.approx(0.1)
+    assert learning_rate(config, 9) == pytest.approx(0.55)
+    linear = dataclasses.replace(config, decay="linear")
+    assert learning_rate(linear, 6) == pytest.approx(0.1 + 0.9 * 0.8)
+    assert learning_rate(dataclasses.replace(config, decay="constant"), 13) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "option"), [("lr", 0.0, "--lr"), ("beta2", 1.0, "--beta2"), ("decay", "step", "--decay")]
+)
+def test_an_impossible_optimizer_is_refused_by_name(field, value, option):
+    with pytest.raises(RunError, match=option) as error:
+        check_config(dataclasses.replace(OptimizerConfig(), **{field: value}))
+    assert "allowed:" in error.value.text() and str(value) in error.value.text()
+
+
+def entry(name: str, shape: tuple[int, ...], layer: int, **fields) -> Entry:
+    tensor = torch.nn.Parameter(torch.randn(shape))
+    box = tuple((0, length) for length in shape)
+    defaults = {"sum_over": ("replica",), "decays": len(shape) > 1, "stage": 0}
+    return Entry(name=name, shape=shape, box=box, tensor=tensor, layer=layer, **(defaults | fields))
+
+
+def test_buckets_keep_values_come_last_layer_first_and_respect_their_size():
+    entries = [
+        entry(f"{layer}.{kind}", shape, layer) for layer in range(4) for kind, shape in (("w", (8, 8)), ("n", (8,)))
+    ]
+    values = {e.name: e.tensor.detach().clone() for e in entries}
+    buckets = make_buckets(entries, torch.float32, 2 * 64 * 4, {})
+    assert [[e.name for e in b.entries] for b in buckets] == [
+        ["3.w", "2.w"],
+        ["3.n", "2.n", "1.n", "0.n"],
+        ["1.w", "0.w"],
+    ]
+    assert [b.first_layer for b in buckets] == [2, 0, 0]
+    for bucket in buckets:
+        for e in bucket.entries:
+            assert torch.equal(e.tensor, values[e.name])
+            assert e.tensor.untyped_storage().data_ptr() == bucket.parameters.untyped_storage().data_ptr()
+            bucket.views[e.name].fill_(1.0)
+        assert bucket.gradients.sum() == sum(e.tensor.numel() for e in bucket.entries)
+
+
+@pytest.mark.parametrize("ways", [1, 2, 3, 5])
+def test_zero_gives_every_element_to_exactly_one_rank(ways):
+    owned: dict[str, list[tuple[int, int]]] = {}
+    for place in range(ways):
+        entries = [entry(f"{i}", (5 + i, 7), i, scatter_over=("replica",)) for i in range(4)]
+        for bucket in make_buckets(entries, torch.float32, 1 << 20, {("replica",): (place, ways)}):
+            assert len(bucket.parameters) % ways == 0
+            for e, local, piece in bucket.owned_runs():
+                owned.setdefault(e.name, []).append(local)
+                assert piece[1] - piece[0] == local[1] - local[0]
+                offset = bucket.offsets[bucket.entries.index(e)]
+                assert bucket.owned[0] + piece[0] == offset + local[0]
+    for i in range(4):
+        runs = sorted(owned[f"{i}"])
+        assert [a for a, _ in runs] == [0] + [b for _, b in runs[:-1]] and runs[-1][1] == (5 + i) * 7
+
+
+def test_the_norm_counts_replicated_gradients_once_and_split_ones_everywhere():
+    group = grid((1, 1), (1, 1))
+    whole = make_buckets([entry("a", (4, 4), 0, sum_over=("replica", "shard"))], torch.float32, 1 << 20, {})[0]
+    split = make_buckets([entry("b", (4, 4), 0, sum_over=("replica",))], torch.float32, 1 << 20, {})[0]
+    zero = make_buckets([entry("c", (4, 4), 0, scatter_over=("replica",))], torch.float32, 1 << 20, {})[0]
+    other = make_buckets([entry("d", (4, 4), 0, counted=False)], torch.float32, 1 << 20, {})[0]
+    assert [counts(whole, group, d) for d in group.devices] == [True, False, False, False]
+    assert [counts(split, group, d) for d in group.devices] == [True, True, False, False]
+    assert [counts(zero, group, d) for d in group.devices] == [True, True, True, True]
+    assert not any(counts(other, group, d) for d in group.devices)
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_clipping_is_pytorchs(scale):
+    pieces = [torch.randn(50, dtype=torch.float64) * scale, torch.randn(7, dtype=torch.float64) * scale]
+    norm = sum_of_squares(pieces, torch.device("cpu")).sqrt()
+    parameters = [torch.nn.Parameter(torch.zeros_like(piece)) for piece in pieces]
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.clone()
+    theirs = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    assert norm == pytest.approx(float(theirs), rel=1e-13)
+    assert torch.allclose(pieces[0] * clip_factor(norm, 1.0), parameters[0].grad, rtol=1e-12, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_first_values_do_not_depend_on_the_box(data):
+    """Any box of a tensor of several blocks is that box of the whole."""
+    shape = (3000, 700)
+    whole = _WHOLE
+    box = tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
+    part = initial_value("name", shape, "normal", 0.02, 7, box)
+    assert torch.equal(part, whole[box[0][0] : box[0][1], box[1][0] : box[1][1]])
+
+
+_WHOLE = initial_value("name", (3000, 700), "normal", 0.02, 7, ((0, 3000), (0, 700)))
+
+
+def test_first_values_differ_by_name_and_seed_and_have_their_deviation():
+    box = ((0, 300), (0, 70))
+    other = initial_value("other", (300, 70), "normal", 0.02, 7, box)
+    assert not torch.equal(initial_value("name", (300, 70), "normal", 0.02, 7, box), other)
+    assert not torch.equal(initial_value("other", (300, 70), "normal", 0.02, 8, box), other)
+    assert float(_WHOLE.std()) == pytest.approx(0.02, rel=0.01) and abs(float(_WHOLE.mean())) < 1e-4
+    assert torch.equal(initial_value("n", (5,), "ones", 0.02, 7, ((1, 4),)), torch.ones(3))
+
+
+def test_metrics_say_what_torchtitan_says(tmp_path):
+    metrics = step_metrics(
+        step=3, loss=2.5, grad_norm=1.25, lr=1e-3, step_s=0.5, tokens=4000, flops=2e12, devices=2,
+        peak=Peak(flops_per_s=8e12, source="a test"), memory=(1 << 30, 1 << 32),
+    )  # fmt: skip
+    assert (metrics.tps, metrics.tflops, metrics.mfu) == (4000.0, 2.0, 0.25)
+    line = format_step(metrics)
+    for word in (
+        "step:    3",
+        "loss:   2.5000",
+        "grad_norm:   1.2500",
+        "1.00GiB(25.0%)",
+        "tps: 4,000",
+        "tflops: 2",
+        "mfu: 25.00%",
+    ):
+        assert word in line, line
+    out = io.StringIO()
+    log = Log(tmp_path, tensorboard=True, out=out)
+    log.step(metrics)
+    log.evaluation(3, 2.0, 0.1)
+    log.close()
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["loss"] == 2.5 and first["mfu"] == 0.25 and second["eval_loss"] == 2.0
+    assert out.getvalue().count("\n") == 2 and list((tmp_path / "tensorboard").iterdir())
+
+
+def test_the_peak_says_where_it_comes_from():
+    peak = find_peak(torch.device("cpu"), "float32", 2)
+    assert peak.flops_per_s > 0 and peak.source.startswith("assumed")
+    used, whole = memory_of(torch.device("cpu"))
+    assert 0 < used < whole
