@@ -6,6 +6,7 @@ largest over its replicas and shard positions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -17,7 +18,7 @@ from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
-from pipefit.layout import split
+from pipefit.layout import AxisName, Group, split
 
 ACTION_OVERHEAD_S = 20e-6
 """Assumed: what the interpreter of the run needs per action beside the operators."""
@@ -85,12 +86,12 @@ def layer_costs(stage: StageWork, precision: Precision, network: Network, layers
 
 def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """The devices of every shard group of a stage."""
-    return tuple(dict.fromkeys(stage.group.along(device, ("shard",)) for device in stage.group.devices))
+    return _rings(stage.group, "shard")
 
 
 def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
     """The devices that hold the same shard, one ring per shard position."""
-    return tuple(dict.fromkeys(stage.group.along(device, ("replica",)) for device in stage.group.devices))
+    return _rings(stage.group, "replica")
 
 
 def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
@@ -140,16 +141,30 @@ def _stored(stage: StageWork, position: int) -> tuple[int, int]:
     return counts.trainable[index], counts.frozen[index]
 
 
-def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int]]:
-    """(replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
-    shards = stage.group.axis("shard").size
+def _rings(group: Group, name: AxisName) -> tuple[tuple[int, ...], ...]:
+    """The runs of devices that differ along one axis only: all of them, in grid order."""
+    rings: dict[tuple[int, ...], list[int]] = {}
+    for device, place in _grid(group):
+        others = tuple(-1 if axis.name == name else at for axis, at in zip(group.axes, place, strict=True))
+        rings.setdefault(others, []).append(device)
+    return tuple(map(tuple, rings.values()))
+
+
+def _grid(group: Group) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(device, its position along every axis), in grid order."""
+    return zip(group.devices, itertools.product(*(range(axis.size) for axis in group.axes)), strict=True)
+
+
+def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
+    """(device, replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
+    names = [axis.name for axis in stage.group.axes]
     even = stage.group.axis("shard").is_even
-    found: dict[object, tuple[int, int]] = {}
-    for device in stage.group.devices:
-        replica = stage.group.position(device, "replica")
-        position = stage.group.position(device, "shard")
-        key = (network.kinds[device].name, stage.rows[replica], 0 if even and shards > 1 else position)
-        found.setdefault(key, (replica, position))
+    found: dict[object, tuple[int, int, int]] = {}
+    for device, place in _grid(stage.group):
+        replica = place[names.index("replica")] if "replica" in names else 0
+        position = place[names.index("shard")] if "shard" in names else 0
+        key = (network.kinds[device].name, stage.rows[replica], 0 if even else position)
+        found.setdefault(key, (device, replica, position))
     return list(found.values())
 
 
@@ -159,8 +174,8 @@ def _costs_by_place(
     """The cost of every layer, for each distinct device of the group."""
     rings = shard_rings(stage) if stage.group.axis("shard").size > 1 else None
     collective = _shard_collective(network, rings) if rings else None
-    for replica, position in _distinct_places(stage, network):
-        kind = network.kinds[_device_at(stage, replica, position)]
+    for device, replica, position in _distinct_places(stage, network):
+        kind = network.kinds[device]
         start, stop = split(tokens, stage.group.axis("shard").shares)[position]
         place = Place(stage.rows[replica], tokens, past, stop - start)
         yield [
@@ -186,13 +201,6 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         max(cost.forward_peak_bytes for cost in each),
         max(cost.backward_peak_bytes for cost in each),
     )
-
-
-def _device_at(stage: StageWork, replica: int, position: int) -> int:
-    for device in stage.group.devices:
-        if stage.group.position(device, "replica") == replica and stage.group.position(device, "shard") == position:
-            return device
-    raise AssertionError(f"no device at replica {replica}, shard {position}")
 
 
 def _shard_collective(network: Network, rings: Sequence[Sequence[int]]) -> Callable[[str, float], float]:

@@ -67,9 +67,22 @@ def chain_bound_s(forward_s: Sequence[float], backward_s: Sequence[float], micro
     return max(loaded, total + more * max(forward_s), total + more * max(backward_s))
 
 
-def even_bound_s(total_s: float, largest_layer_s: float, stages: int, microbatches: int) -> float:
-    """The least time of any cut of layers that take `total_s` per microbatch into `stages` stages."""
-    return microbatches * max(total_s / stages, largest_layer_s)
+def any_cut_bound_s(
+    forward_s: float, backward_s: float, largest_layer_s: float, lanes: int, microbatches: int, fused: bool
+) -> float:
+    """The least time of any cut of layers that take `forward_s` and `backward_s` per microbatch, over `lanes` lanes.
+
+    With `fused` (a chain of fused stages, one a lane) two more things hold for every cut, W being the sum:
+    the largest of prefix + m w over the stages is least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes);
+    and the slowest stage has at least its equal part of the forwards, and of the backwards.
+    """
+    total_s = forward_s + backward_s
+    least = microbatches * max(total_s / lanes, largest_layer_s)
+    if not fused:
+        return least
+    filled = total_s / (1 - (1 - 1 / microbatches) ** lanes)
+    way = total_s + (microbatches - 1) * max(forward_s, backward_s) / lanes
+    return max(least, filled, way)
 
 
 def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:

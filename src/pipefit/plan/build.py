@@ -56,7 +56,8 @@ class Workbench:
     def parts(self, job: Job, decisions: Decisions) -> Parts:
         """Groups, stages and edges of these decisions; layers are cut by their costs where no cuts are given."""
         module = self.module
-        cuts = self.cutter.cut(job, decisions).cuts
+        cut = self.cutter.cut(job, decisions)
+        cuts = decisions.cuts or (cut or self.cutter.leanest(job, decisions)).cuts
         stages = make_stages(module, decisions, cuts, self.programs)
         zero1 = decisions.zero1 and len(decisions.replicas) > 1
         return Parts(

@@ -37,6 +37,11 @@ class LayerRow:
     limit_bytes: float
     "Memory of the smallest device, without the workspace."
 
+    def filled(self, flight: int) -> Array:
+        """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
+        sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
+        return sums
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -49,8 +54,6 @@ class Cut:
     floor_bytes: tuple[float, ...]
     "Least memory of each stage, workspace included."
     limit_bytes: tuple[float, ...]
-    fits: bool
-    "False where it is certain that this cut cannot fit, and no other cut either."
 
 
 class Cutter:
@@ -62,69 +65,90 @@ class Cutter:
         self.network = network
         self.layers = layers
         self._rows: dict[object, LayerRow] = {}
-        self._cuts: dict[object, Cut] = {}
-        self._one_kind = len({kind.name for kind in network.kinds}) == 1
+        self._cuts: dict[object, Cut | None] = {}
+        self._floors: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._alike = len({kind.name for kind in network.kinds}) == 1
 
-    def cut(self, job: Job, decisions: Decisions) -> Cut:
+    def cut(self, job: Job, decisions: Decisions) -> Cut | None:
         """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned.
 
-        Within the closed form of memory, that is, which is a lower bound: the simulator may still find that the
-        plan does not fit. If no cut fits, the one that needs least memory.
+        None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
+        does not fit.
         """
-        rows = self.rows(job, decisions)
-        count = decisions.stage_count
-        alone = len({*decisions.lane_of_stage}) == count
-        flights = [
-            in_flight(decisions.schedule, stage, count, decisions.microbatches) if alone else 1
-            for stage in range(count)
-        ]
-        key = (tuple(map(id, rows)), tuple(flights), decisions.cuts)
+        rows, flights = self.rows(job, decisions), _flights(decisions)
+        key = (tuple(map(id, rows)), flights, decisions.cuts)
         if key not in self._cuts:
             self._cuts[key] = _best_cut(rows, flights, decisions.cuts)
         return self._cuts[key]
 
+    def leanest(self, job: Job, decisions: Decisions) -> Cut:
+        """The cut whose fullest stage needs least memory, whether it fits or not."""
+        rows, flights = self.rows(job, decisions), _flights(decisions)
+        layers = len(rows[0].forward_s)
+        bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
+        if not decisions.cuts:
+            bounds = partition(np.stack([np.diff(row.filled(f)) for row, f in zip(rows, flights, strict=True)]))
+        assert bounds is not None, "without limits some cut always exists"
+        return _cut_at(bounds, rows, flights)
+
+    def least_bytes(self, job: Job, decisions: Decisions) -> float:
+        """Less than the fullest stage of any cut needs: an equal part of all memory. For ranking without cutting."""
+        rows, flights = self.rows(job, decisions), _flights(decisions)
+        return min(float(row.filled(min(flights))[-1]) for row in rows) / len(rows)
+
     def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
+        if self._alike and len(decisions.shards) == 1 and len(decisions.recompute) == 1:
+            return [self._row(job, decisions, 0, None)] * decisions.stage_count
         groups = [group.group() for group in make_groups(decisions)]
-        result = []
-        for stage, lane in enumerate(decisions.lane_of_stage):
-            devices = groups[lane].devices
-            kinds = tuple(self.network.kinds[device].name for device in (devices[:1] if self._one_kind else devices))
-            key = (
-                (job.precision, job.sequence, job.batch // decisions.microbatches),
-                (decisions.replicas, decisions.shards, decisions.sharding, decisions.zero1),
-                decisions.recompute_of(stage),
-                kinds,
-                devices if len(decisions.shards) > 1 else None,
-            )
-            if key not in self._rows:
-                self._rows[key] = self._row(self._probe(job, decisions, stage, groups[lane]), job, decisions)
-            result.append(self._rows[key])
-        return result
+        return [self._row(job, decisions, stage, groups[lane]) for stage, lane in enumerate(decisions.lane_of_stage)]
 
-    def floor_s(self, job: Job, decisions: Decisions) -> tuple[float, float]:
-        """(all layers, the slowest layer): seconds of one microbatch, each layer where it is fastest."""
+    def floor_s(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
+        """(all layers forward, backward, both of the slowest layer): seconds of a microbatch where each is fastest."""
         rows = self.rows(job, decisions)
-        both = [row.forward_s + row.backward_s for row in rows]
-        least = np.minimum.reduce(both)
-        return float(least.sum()), float(least.max())
+        key = tuple(dict.fromkeys(map(id, rows)))
+        if key not in self._floors:
+            forward = np.minimum.reduce([row.forward_s for row in rows])
+            backward = np.minimum.reduce([row.backward_s for row in rows])
+            self._floors[key] = (float(forward.sum()), float(backward.sum()), float((forward + backward).max()))
+        return self._floors[key]
+
+    def _row(self, job: Job, decisions: Decisions, stage: int, group: Group | None) -> LayerRow:
+        """The row of one stage; without a group, of any devices: all are alike and nothing crosses between them."""
+        rows = _rows(job, decisions)
+        devices: object = None
+        if group is not None and len(decisions.shards) > 1:
+            devices = group.devices
+        elif group is not None:
+            kinds = (self.network.kinds[device].name for device in group.devices)
+            devices = frozenset(zip(kinds, rows, strict=True))
+        key = (
+            (job.precision, job.sequence, frozenset(rows)),
+            (decisions.replicas if decisions.zero1 else None, decisions.shards, decisions.sharding),
+            decisions.recompute_of(stage),
+            devices,
+        )
+        if key not in self._rows:
+            if group is None:
+                group = make_groups(decisions)[0].group()
+            self._rows[key] = self._make_row(self._probe(job, decisions, stage, group), job, decisions)
+        return self._rows[key]
 
     def _probe(self, job: Job, decisions: Decisions, stage: int, group: Group) -> StageWork:
         """A stage of all layers on these devices."""
         layers = self.programs.modules[self.module].layers
-        runs = split(job.batch // decisions.microbatches, decisions.replicas)
         return StageWork(
             lane=0,
             group=group,
             layers=tuple(self.programs.program(layer, decisions.sharding, decisions.shards).graphs for layer in layers),
-            rows=tuple(stop - start for start, stop in runs),
+            rows=_rows(job, decisions),
             slices=(job.sequence,),
             recompute=decisions.recompute_of(stage),
             parameters=self.programs.counts(layers, decisions.sharding, decisions.shards),
             split_state=decisions.zero1 and len(decisions.replicas) > 1,
         )
 
-    def _row(self, probe: StageWork, job: Job, decisions: Decisions) -> LayerRow:
+    def _make_row(self, probe: StageWork, job: Job, decisions: Decisions) -> LayerRow:
         costs = layer_costs(probe, job.precision, self.network, self.layers)
         smallest = min(self.network.kinds[device].memory_bytes for device in probe.group.devices)
         return LayerRow(
@@ -154,31 +178,63 @@ class Cutter:
         return result
 
 
-def _best_cut(rows: Sequence[LayerRow], flights: Sequence[int], pinned: tuple[int, ...]) -> Cut:
+def _rows(job: Job, decisions: Decisions) -> tuple[int, ...]:
+    """Rows of one microbatch on each replica."""
+    runs = split(job.batch // decisions.microbatches, decisions.replicas)
+    return tuple(stop - start for start, stop in runs)
+
+
+def _flights(decisions: Decisions) -> tuple[int, ...]:
+    """The least number of microbatches that each stage holds at once."""
+    count = decisions.stage_count
+    if decisions.lanes < count:
+        return (1,) * count
+    return tuple(in_flight(decisions.schedule, stage, count, decisions.microbatches) for stage in range(count))
+
+
+def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
+    """Whether any cut keeps every stage within its limit: each stage in turn takes as many layers as it can hold.
+
+    Exact: to reach further is never worse for the stages that follow.
+    """
+    layers, at = len(rows[0].forward_s), 0
+    for stage, (row, flight) in enumerate(zip(rows, flights, strict=True)):
+        filled = row.filled(flight)
+        most = int(np.searchsorted(filled, filled[at] + row.limit_bytes, side="right")) - 1
+        stop = min(most, layers - (len(rows) - 1 - stage))
+        if stop <= at:
+            return False
+        at = stop
+    return at == layers
+
+
+def _best_cut(rows: Sequence[LayerRow], flights: Sequence[int], pinned: tuple[int, ...]) -> Cut | None:
     layers, stages = len(rows[0].forward_s), len(rows)
+    if pinned or stages == 1:
+        cut = _cut_at((0, *pinned, layers), rows, flights)
+        fits = all(need <= limit for need, limit in zip(cut.floor_bytes, cut.limit_bytes, strict=True))
+        return cut if fits else None
+    if not some_cut_fits(rows, flights):
+        return None
     times = np.stack([row.forward_s + row.backward_s for row in rows])
-    memory = np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in zip(rows, flights, strict=True)])
+    memory = np.stack([row.filled(flight)[1:] for row, flight in zip(rows, flights, strict=True)])
+    memory = np.diff(memory, axis=1, prepend=0.0)
     limits = np.array([row.limit_bytes for row in rows])
     passing = np.array([row.passing_bytes for row in rows])
-    fits = True
-    bounds: tuple[int, ...] | None
-    if pinned or stages == 1:
-        bounds = (0, *pinned, layers)
-        fits = all(
-            memory[stage, start:stop].sum() <= limits[stage] for stage, (start, stop) in enumerate(pairwise(bounds))
-        )
-    else:
-        bounds = partition(times, memory, limits - passing) or partition(times, memory, limits)
-        if bounds is None:
-            fits = False
-            bounds = partition(memory)
-            assert bounds is not None, "without limits some cut always exists"
+    bounds = partition(times, memory, limits - passing) or partition(times, memory, limits)
+    assert bounds is not None, "the greedy test found a cut that fits"
+    return _cut_at(bounds, rows, flights)
+
+
+def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], flights: Sequence[int]) -> Cut:
     runs = list(pairwise(bounds))
+    filled = [row.filled(flight) for row, flight in zip(rows, flights, strict=True)]
     return Cut(
-        cuts=bounds[1:-1],
+        cuts=tuple(bounds[1:-1]),
         forward_s=tuple(float(row.forward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
         backward_s=tuple(float(row.backward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
-        floor_bytes=tuple(float(memory[s, a:b].sum()) + WORKSPACE_BYTES for s, (a, b) in enumerate(runs)),
+        floor_bytes=tuple(
+            float(sums[b] - sums[a]) + WORKSPACE_BYTES for sums, (a, b) in zip(filled, runs, strict=True)
+        ),
         limit_bytes=tuple(row.limit_bytes + WORKSPACE_BYTES for row in rows),
-        fits=fits,
     )

@@ -67,19 +67,16 @@ class Decisions:
 
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of every lane, in grid order (replica, shard)."""
-        replicas, shards = len(self.replicas), len(self.shards)
+        replicas, shards, lanes = len(self.replicas), len(self.shards), self.lanes
         size = replicas * shards
         if self.devices:
-            return tuple(self.devices[lane * size : (lane + 1) * size] for lane in range(self.lanes))
-        return tuple(
-            tuple(self._slot(lane, replica) * shards + shard for replica in range(replicas) for shard in range(shards))
-            for lane in range(self.lanes)
-        )
-
-    def _slot(self, lane: int, replica: int) -> int:
+            return tuple(self.devices[lane * size : (lane + 1) * size] for lane in range(lanes))
         if self.inner == "replica":
-            return lane * len(self.replicas) + replica
-        return replica * self.lanes + lane
+            return tuple(tuple(range(lane * size, (lane + 1) * size)) for lane in range(lanes))
+        return tuple(
+            tuple((replica * lanes + lane) * shards + shard for replica in range(replicas) for shard in range(shards))
+            for lane in range(lanes)
+        )
 
     def words(self, cuts: tuple[int, ...]) -> dict[str, str]:
         """The choices as a plan file and `--fix` write them."""

@@ -46,7 +46,7 @@ def make_plan(
     binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
     counted = (
         f"search: {found.considered} candidates, {found.simulated} simulated, "
-        f"{len(found.misfits)} looked at did not fit; no candidate left has a lower bound below this plan's time"
+        f"{found.unfit} looked at did not fit; no candidate left has a lower bound below this plan's time"
     )
     prediction = replace(plan.prediction, binds=binds, assumptions=(*plan.prediction.assumptions, counted))
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))

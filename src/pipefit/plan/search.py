@@ -9,16 +9,15 @@ time, no other plan of the space is faster: the result is optimal in its space, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.cluster.topology import device_count
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
-from pipefit.plan.bounds import chain_bound_s, even_bound_s, facts_of, table_bound_s
+from pipefit.plan.bounds import any_cut_bound_s, chain_bound_s, facts_of, table_bound_s
 from pipefit.plan.build import Workbench
-from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.predict import Simulation, lane_limits
 from pipefit.plan.space import check_space, space
@@ -31,6 +30,9 @@ EVEN, CUT, TABLE, SIMULATED = range(4)
 
 EXTRA_SIMULATIONS = 24
 """Simulations spent, after the best plan is known, on making the list of alternatives exact."""
+
+MISFITS = 16
+"""Candidates that cannot fit whose least memory is worked out exactly."""
 
 TIE = 1e-9
 """Relative difference of step times that counts as none."""
@@ -88,7 +90,9 @@ class Found:
     fitting: tuple[Evaluated, ...]
     "Simulated and fitting, the best first; empty where nothing fits."
     misfits: tuple[Misfit, ...]
-    "What did not fit, the fastest first."
+    "Of what did not fit the most telling ones, the fastest first."
+    unfit: int
+    "How many candidates that were looked at did not fit."
     lower_bound_s: float
     "No plan of the space is faster: the least closed-form bound of all, fitting or not."
     considered: int
@@ -113,7 +117,6 @@ def search(
 class _Candidate:
     decisions: Decisions
     level: int = EVEN
-    cut: Cut | None = None
     parts: Parts | None = None
     costs: CostTable | None = None
 
@@ -129,6 +132,8 @@ class _Search:
         self.progress = progress
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
+        self.unfit: list[tuple[float, int, Decisions]] = []
+        "Bound and choice of candidates that no cut makes fit."
         self.simulated = 0
 
     def run(self, choices: list[Decisions]) -> Found:
@@ -152,18 +157,48 @@ class _Search:
                 heapq.heappush(heap, (max(again, bound_s), index))
             if self.progress is not None:
                 self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
-        self.misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
+        misfits = self.misfits + [self._misfit(bound_s, choice) for bound_s, choice in self._telling()]
+        misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
         return Found(
             fitting=tuple(self.fitting),
-            misfits=tuple(self.misfits),
+            misfits=tuple(misfits),
+            unfit=len(self.unfit) + len(self.misfits),
             lower_bound_s=lower_bound_s,
             considered=len(choices),
             simulated=self.simulated,
         )
 
+    def _telling(self) -> Iterator[tuple[float, Decisions]]:
+        """The candidates that cannot fit and are worth telling of: the fastest of each grid of devices, or, where
+        nothing fits, those that need least."""
+        if not self.fitting:
+            lean = heapq.nsmallest(
+                MISFITS, self.unfit, key=lambda item: self.bench.cutter.least_bytes(self.job, item[2])
+            )
+            yield from ((bound_s, decisions) for bound_s, _, decisions in lean)
+            return
+        grids: set[tuple[int, int]] = set()
+        for bound_s, _, decisions in heapq.nsmallest(32 * MISFITS, self.unfit):
+            grid = (len(decisions.replicas), decisions.stage_count)
+            if grid not in grids and len(grids) < MISFITS:
+                grids.add(grid)
+                yield bound_s, decisions
+
+    def _misfit(self, bound_s: float, decisions: Decisions) -> Misfit:
+        cut = self.bench.cutter.leanest(self.job, decisions)
+        stage = max(range(len(cut.floor_bytes)), key=lambda s: cut.floor_bytes[s] - cut.limit_bytes[s])
+        return Misfit(
+            decisions=replace(decisions, cuts=cut.cuts),
+            bound_s=bound_s,
+            peak_bytes=cut.floor_bytes[stage],
+            limit_bytes=cut.limit_bytes[stage],
+            lane=decisions.lane_of_stage[stage],
+        )
+
     def even_bound_s(self, decisions: Decisions) -> float:
-        total_s, largest_s = self.bench.cutter.floor_s(self.job, decisions)
-        return even_bound_s(total_s, largest_s, decisions.lanes, decisions.microbatches)
+        floor = self.bench.cutter.floor_s(self.job, decisions)
+        fused = facts_of(decisions.schedule).fused and is_chain(decisions)
+        return any_cut_bound_s(*floor, decisions.lanes, decisions.microbatches, fused)
 
     def look_closer(self, candidate: _Candidate, bound_s: float) -> float | None:
         """Raise the candidate by one level and return its new bound, or None when it is done with."""
@@ -178,24 +213,17 @@ class _Search:
     def _cut(self, candidate: _Candidate, bound_s: float) -> float | None:
         decisions = candidate.decisions
         cut = self.bench.cutter.cut(self.job, decisions)
-        chain = len({*decisions.lane_of_stage}) == decisions.stage_count and not decisions.slices
-        if chain:
-            fused = facts_of(decisions.schedule).fused
-            bound_s = max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, decisions.microbatches, fused))
-        candidate.decisions = replace(decisions, cuts=cut.cuts)
-        if not cut.fits and chain:
-            stage = max(range(len(cut.floor_bytes)), key=lambda s: cut.floor_bytes[s] - cut.limit_bytes[s])
-            self.misfits.append(
-                Misfit(
-                    decisions=candidate.decisions,
-                    bound_s=bound_s,
-                    peak_bytes=cut.floor_bytes[stage],
-                    limit_bytes=cut.limit_bytes[stage],
-                    lane=decisions.lane_of_stage[stage],
-                )
-            )
+        chain = is_chain(decisions)
+        if cut is None and chain:
+            self.unfit.append((bound_s, len(self.unfit), decisions))
             return None
-        return bound_s
+        if cut is None:
+            cut = self.bench.cutter.leanest(self.job, decisions)
+        candidate.decisions = replace(decisions, cuts=cut.cuts)
+        if not chain:
+            return bound_s
+        fused = facts_of(decisions.schedule).fused
+        return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, decisions.microbatches, fused))
 
     def _table(self, candidate: _Candidate) -> float:
         candidate.parts = self.bench.parts(self.job, candidate.decisions)
@@ -222,6 +250,11 @@ class _Search:
                 lane=found.worst_lane,
             )
         )
+
+
+def is_chain(decisions: Decisions) -> bool:
+    """Whether every stage has its own lane and sequences are whole: what the chain bounds are made for."""
+    return decisions.lanes == decisions.stage_count and not decisions.slices
 
 
 def evaluate(bench: Workbench, decisions: Decisions, parts: Parts, costs: CostTable | None = None) -> Evaluated:
