@@ -1,0 +1,225 @@
+"""Timing single layers on this device: forward, fused backward, and the backward split into I and W.
+
+A layer runs as a stage of the runtime (`run.stage.StageProgram`), so what is timed is what training does. Points are
+visited in an order that is shuffled anew every round, so that a disturbance of the machine does not fall on one point.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipefit.model.graph import Graph
+from pipefit.profile.points import SMALLEST, Point
+from pipefit.run.feed import Feed
+from pipefit.run.stage import StageLayer, StageProgram
+
+ACTIONS = ("F", "B", "I", "W")
+WINDOW_S = 0.02
+"""A visit repeats its actions until this much time has gone."""
+
+QUIET = 1.03
+"""A call that took longer than this many times its own processor time was interrupted by other work."""
+
+Call = tuple[float, float]
+"""(seconds, seconds of them during which this process had a processor)."""
+
+Visit = Mapping[str, Sequence[Call]]
+"""Every call of one visit, by action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One layer to measure: its graph, and a name for people."""
+
+    graph: Graph
+    name: str
+    dtype: str
+
+
+@dataclass(slots=True)
+class Samples:
+    """The visits of one point."""
+
+    subject: int
+    point: Point
+    visits: list[Visit] = field(default_factory=list)
+
+
+class LayerBench:
+    """One layer on one device, ready to be timed at any point. `copies` puts it several times behind itself."""
+
+    def __init__(self, subject: Subject, device: torch.device, copies: int = 1) -> None:
+        self.graph, self.device = subject.graph, device
+        self.dtype = getattr(torch, subject.dtype)
+        self.copies = copies
+        self._programs: dict[int, StageProgram] = {}
+
+    def visit(self, point: Point, window_s: float = WINDOW_S) -> Visit:
+        """Run (F, B, F, I, W) at `point` until `window_s` have gone, at least once, and return the seconds of each."""
+        program = self._program(2 if point.past else 1)
+        program.begin_step(0, point.rows * point.tokens)
+        slice_ = 0
+        if point.past:
+            earlier = self._material(Point(point.rows, point.past), 0)
+            out = program.forward(0, 0, *earlier)
+            slice_ = 1
+        inputs, feed = self._material(point, point.past)
+        marks: list[list[Any]] = []
+        gradients: dict[str, torch.Tensor] | None = None
+        stop = time.perf_counter() + window_s
+        while not marks or time.perf_counter() < stop:
+            marks.append(line := [self._mark()])
+            ahead = program.forward(0, slice_, inputs, feed)
+            line.append(self._mark())
+            gradients = gradients or {key: torch.rand_like(value) for key, value in ahead.items() if key != "loss"}
+            if len(marks) == 1:
+                line[1] = self._mark()
+            program.backward(0, slice_, dict(gradients))
+            line.append(self._mark())
+            program.forward(0, slice_, inputs, feed)
+            line.append(self._mark())
+            program.backward_input(0, slice_, dict(gradients))
+            line.append(self._mark())
+            program.backward_weight(0, slice_)
+            line.append(self._mark())
+        if point.past:
+            program.backward(0, 0, {key: torch.zeros_like(value) for key, value in out.items() if key != "loss"})
+        return self._durations(marks)
+
+    def _program(self, slices: int) -> StageProgram:
+        if slices not in self._programs:
+            layers = [
+                StageLayer(f"layer{i}", self.graph, {p.name: f"{i}.{p.name}" for p in self.graph.parameters})
+                for i in range(self.copies)
+            ]
+            program = StageProgram(layers, device=self.device, dtype=self.dtype, slices=slices)
+            wide = torch.promote_types(self.dtype, torch.float32)
+            buffers = {}
+            for name, parameter in program.parameters.items():
+                with torch.no_grad():
+                    parameter.normal_(0.0, 0.02)
+                buffers[name] = torch.zeros(parameter.shape, dtype=wide, device=self.device)
+            program.bind_gradients(buffers)
+            self._programs[slices] = program
+        return self._programs[slices]
+
+    def _material(self, point: Point, start: int) -> tuple[dict[str, torch.Tensor], Feed]:
+        """Random inputs of the layer at a point, `start` tokens into their sequences."""
+        shape = (point.rows, point.tokens)
+        inputs: dict[str, torch.Tensor] = {}
+        feed = Feed(rows=torch.arange(point.rows, device=self.device))
+        for tensor in self.graph.inputs:
+            if tensor.role == "activation":
+                name = "" if not inputs else tensor.name
+                sizes = [size if isinstance(size, int) else shape["BT".index(size)] for size in tensor.shape]
+                inputs[name] = torch.randn(sizes, device=self.device).to(self.dtype)
+            elif tensor.role == "positions":
+                feed.positions = torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous()
+            elif tensor.role in ("tokens", "labels"):
+                setattr(feed, tensor.role, torch.randint(self._classes(tensor.role), shape, device=self.device))
+            else:
+                feed.documents = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return inputs, feed
+
+    def _classes(self, role: str) -> int:
+        """How many different tokens (rows of the embedding) or labels (columns of the logits) there are."""
+        if role == "labels":
+            return next(int(t.shape[-1]) for t in self.graph.inputs if t.role == "activation")
+        names = {tensor.name for tensor in self.graph.inputs if tensor.role == "tokens"}
+        weights = [op.inputs[1] for op in self.graph.operators if op.kind == "embedding" and op.inputs[0] in names]
+        return min((self.graph.parameter(weight).shape[0] for weight in weights), default=2)
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter(), time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _durations(self, marks: Sequence[Sequence[Any]]) -> Visit:
+        found: dict[str, list[Call]] = {action: [] for action in ACTIONS}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for line in marks:
+            spans = [self._between(a, b) for a, b in zip(line, line[1:], strict=False)]
+            for action, span in zip(("F", "B", "F", "I", "W"), spans, strict=True):
+                found[action].append(span)
+        return found
+
+    def _between(self, start: Any, stop: Any) -> Call:
+        if self.device.type == "cuda":
+            seconds = float(start.elapsed_time(stop)) * 1e-3
+            return seconds, seconds
+        return stop[0] - start[0], stop[1] - start[1]
+
+
+def survey(
+    benches: Sequence[LayerBench],
+    samples: Sequence[Samples],
+    rounds: int,
+    *,
+    seed: int = 0,
+    window_s: float = WINDOW_S,
+    sync: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Visit every point `rounds` times in shuffled order, adding to its samples. `sync` is called before each visit:
+    processes that measure together wait for each other there."""
+    order = random.Random(seed)
+    total = rounds * len(samples)
+    for turn in range(rounds):
+        places = list(range(len(samples)))
+        order.shuffle(places)
+        for done, place in enumerate(places, turn * len(samples)):
+            sync()
+            sample = samples[place]
+            sample.visits.append(benches[sample.subject].visit(sample.point, window_s))
+            progress(done + 1, total)
+
+
+def typical(visits: Sequence[Visit], crowded: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds, spread) by action, of one point.
+
+    Calls that other work interrupted are left out where enough others remain; a visit counts with the median of its
+    calls and the point with its fastest visit, because a disturbance only ever adds. Where more
+    processes compute than there are cores (`crowded`), waiting for a core is part of the work: a visit counts with
+    its mean, the point with the median of its visits.
+    """
+    seconds, spread = {}, {}
+    for action in ACTIONS:
+        if crowded:
+            each = sorted(statistics.fmean(call[0] for call in visit[action]) for visit in visits)
+            seconds[action] = statistics.median(each)
+        else:
+            quiet = [[wall for wall, own in visit[action] if wall <= QUIET * own + 1e-5] for visit in visits]
+            each = sorted(statistics.median(calls) for calls in quiet if calls)
+            each = each or sorted(min(call[0] for call in visit[action]) for visit in visits)
+            seconds[action] = each[0]
+        spread[action] = (each[-1] - each[0]) / each[0]
+    return seconds, spread
+
+
+def overhead(subject: Subject, device: torch.device, rounds: int) -> dict[str, float]:
+    """Seconds that an action costs beside its layers: twice the time of one tiny layer less that of two of them.
+
+    `subject` must hand a hidden state of its own shape on. Never below zero.
+    """
+    point = Point(1, SMALLEST)
+    benches = [LayerBench(subject, device, copies) for copies in (1, 2)]
+    samples = [Samples(index, point) for index in range(2)]
+    survey(benches, samples, rounds)
+    one, two = (typical(sample.visits[1:] or sample.visits, crowded=False)[0] for sample in samples)
+    return {action: max(0.0, 2 * one[action] - two[action]) for action in ACTIONS}
+
+
+def is_chain(graph: Graph) -> bool:
+    """Whether a layer hands on a hidden state of the shape that it takes."""
+    hidden = [tensor for tensor in graph.inputs if tensor.role == "activation"]
+    return len(hidden) == 1 and len(graph.outputs) == 1 and graph.tensor(graph.outputs[0]).shape == hidden[0].shape
