@@ -6,6 +6,7 @@ visited in an order that is shuffled anew every round, so that a disturbance of 
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -121,7 +122,9 @@ class LayerBench:
                 sizes = [size if isinstance(size, int) else shape["BT".index(size)] for size in tensor.shape]
                 inputs[name] = torch.randn(sizes, device=self.device).to(self.dtype)
             elif tensor.role == "positions":
-                feed.positions = torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous()
+                feed.positions = (
+                    torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous()
+                )
             elif tensor.role in ("tokens", "labels"):
                 setattr(feed, tensor.role, torch.randint(self._classes(tensor.role), shape, device=self.device))
             else:
@@ -148,7 +151,7 @@ class LayerBench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for line in marks:
-            spans = [self._between(a, b) for a, b in zip(line, line[1:], strict=False)]
+            spans = [self._between(a, b) for a, b in itertools.pairwise(line)]
             for action, span in zip(("F", "B", "F", "I", "W"), spans, strict=True):
                 found[action].append(span)
         return found

@@ -1,0 +1,148 @@
+"""The pure core of measuring links, on simulated networks with noise, odd counts and members that die."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from pipefit.profile.links import (
+    SIZES,
+    TINY,
+    LinkSurvey,
+    Outcome,
+    latency_and_bandwidth,
+    pair_times,
+    repeatability,
+    survey,
+)
+from pipefit.profile.tournament import Pair, rounds, several
+
+
+class Simulated:
+    """A network with known matrices: `measure` gives noisy round trips. `drift` slows everything down over time."""
+
+    def __init__(self, count: int, seed: int = 0, noise: float = 0.05, drift: float = 0.0) -> None:
+        draw = np.random.default_rng(seed)
+        self.latency_s = draw.uniform(5e-6, 5e-5, (count, count))
+        self.bandwidth = draw.uniform(1e9, 2e10, (count, count))
+        self.noise, self.drift, self.calls = noise, drift, 0
+        self.random = random.Random(seed)
+        self.dies: tuple[int, int] | None = None
+        "(member, call at which it is gone)"
+
+    def time_s(self, a: int, b: int, size: int) -> float:
+        return float(self.latency_s[a, b] + size / self.bandwidth[a, b])
+
+    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+        self.calls += 1
+        members = [member for pair in pairs for member in pair]
+        assert len(set(members)) == len(members), "pairs of one round share a member"
+        times, lost = {}, {}
+        for a, b in pairs:
+            if self.dies and self.calls >= self.dies[1] and self.dies[0] in (a, b):
+                lost[self.dies[0]] = "connection reset"
+                continue
+            exact = self.time_s(a, b, size) + self.time_s(b, a, TINY)
+            times[a, b] = exact * (1 + self.noise * self.random.random() + self.drift * self.calls)
+        return Outcome(times, lost)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16])
+def test_everybody_meets_everybody_once_in_disjoint_pairs(count: int) -> None:
+    games = rounds(range(10, 10 + count))
+    assert len(games) == (count - 1 if count % 2 == 0 else count)
+    met = [tuple(sorted(pair)) for pairs in games for pair in pairs]
+    assert sorted(met) == sorted(combinations(range(10, 10 + count), 2))
+    for pairs in games:
+        members = [member for pair in pairs for member in pair]
+        assert len(members) == len(set(members))
+
+
+def test_tournaments_of_several_hosts_run_at_the_same_time() -> None:
+    games = several([[0, 1, 2], [3, 4], [5]])
+    assert len(games) == 3
+    assert sorted(tuple(sorted(p)) for pairs in games for p in pairs) == [(0, 1), (0, 2), (1, 2), (3, 4)]
+    assert rounds([7]) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6])
+def test_known_matrices_are_recovered_from_noisy_round_trips(count: int) -> None:
+    network = Simulated(count, seed=count)
+    found = survey(rounds(range(count)), SIZES, 5, network.measure)
+    times = pair_times(found.samples, range(count))
+    largest = times.sizes_bytes.index(SIZES[-1])
+    for a in range(count):
+        for b in range(count):
+            if a == b:
+                assert np.isnan(times.time_s[:, a, b]).all()
+                continue
+            assert times.time_s[largest, a, b] == pytest.approx(network.time_s(a, b, SIZES[-1]), rel=0.06)
+            tiny = (network.time_s(a, b, TINY) + network.time_s(b, a, TINY)) / 2
+            assert times.time_s[0, a, b] == pytest.approx(tiny, rel=0.06)
+            assert 0 <= times.spread[largest, a, b] < 0.06
+            _, bandwidth = latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
+            assert bandwidth == pytest.approx(network.bandwidth[a, b], rel=0.1)
+    if count >= 3:
+        apart = ~np.eye(count, dtype=bool)
+        assert times.repeatability[apart].min() > 0.9, "links of a skewed network differ by more than the noise"
+
+
+def test_equal_links_that_get_slower_meanwhile_are_called_unrepeatable_not_different() -> None:
+    """The order of measuring must not look like the link: a drift ends up in the spread."""
+    network = Simulated(7, noise=0.01, drift=0.002)
+    network.latency_s[:], network.bandwidth[:] = 1e-5, 1e10
+    found = survey(rounds(range(7)), (TINY, 2**20), 6, network.measure)
+    times = pair_times(found.samples, range(7))
+    apart = ~np.eye(7, dtype=bool)
+    assert times.repeatability[apart].mean() < 0.3
+    assert times.spread[1][apart].min() > 0.1
+
+
+def test_every_repetition_goes_through_the_jobs_in_another_order() -> None:
+    seen: list[tuple[Pair, int]] = []
+
+    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+        seen.append((pairs[0], size))
+        return Outcome(dict.fromkeys(pairs, 1e-5))
+
+    survey(rounds(range(5)), (TINY, 1024), 2, measure)
+    half = len(seen) // 2
+    assert sorted(seen[:half]) == sorted(seen[half:])
+    assert seen[:half] != seen[half:]
+
+
+def test_a_lost_member_is_named_and_what_was_measured_is_kept() -> None:
+    network = Simulated(5)
+    network.dies = (3, 40)
+    looking = LinkSurvey()
+    steps: list[tuple[int, int]] = []
+    found = survey(
+        rounds(range(5)),
+        (TINY, 2**20),
+        3,
+        network.measure,
+        found=looking,
+        after_round=lambda done, total, _: steps.append((done, total)),
+    )
+    assert found is looking
+    assert found.lost == {3: "connection reset"}
+    assert steps[-1] == (60, 60) and len(steps) == 60
+    before = [sample for sample in found.samples if 3 in (sample.source, sample.target)]
+    assert before, "what was measured before the loss is kept"
+    others = {(s.source, s.target, s.size_bytes, s.repeat) for s in found.samples if 3 not in (s.source, s.target)}
+    assert len(others) == 4 * 3 * 2 * 3, "the four others were measured to the end"
+    times = pair_times(found.samples, [0, 1, 2, 4])
+    round_trip_s = network.time_s(0, 4, 2**20) + network.time_s(4, 0, TINY)
+    tiny_s = network.time_s(0, 4, TINY) + network.time_s(4, 0, TINY)
+    assert times.time_s[1, 0, 3] == pytest.approx(round_trip_s - tiny_s / 2, rel=0.06)
+
+
+def test_repeatability_cannot_tell_from_too_little() -> None:
+    assert repeatability(np.full((1, 4, 4), 1.0)).tolist() == np.ones((4, 4)).tolist()
+    two = np.full((3, 2, 2), np.nan)
+    two[:, 0, 1] = [1.0, 2.0, 3.0]
+    assert repeatability(two).tolist() == np.ones((2, 2)).tolist()
