@@ -1,0 +1,24 @@
+"""One pool of eight gloo processes for all tests of this folder that want one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+_POOLS: list = []
+
+
+@pytest.fixture
+def gloo_pool() -> Iterator:
+    """A living pool of 8 processes; made when first asked for, and again after a case broke it."""
+    from pool import Pool
+
+    if not _POOLS or not _POOLS[-1].alive:
+        _POOLS.append(Pool(8))
+    yield _POOLS[-1]
+
+
+def pytest_sessionfinish() -> None:
+    for pool in _POOLS:
+        pool.close()
