@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from tests.run.stage_toys import HEAD, WIDTH, block_graph, fill, toy_feed
+from stage_toys import HEAD, WIDTH, block_graph, fill, toy_feed
 
 from pipefit.model.ops import saved_bytes
 from pipefit.run.stage import StageLayer, StageProgram

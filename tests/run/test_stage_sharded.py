@@ -10,8 +10,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from tests.run.processes import run_processes
-from tests.run.stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
+from processes import run_processes
+from stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
 
 from pipefit.layout import Form
 from pipefit.run.shard_comm import ShardContext

@@ -41,5 +41,6 @@ def bind_buffer(parameter: Any, buffer: torch.Tensor) -> None:
 
 
 def _move_gradient(parameter: Any) -> None:
-    parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+    if parameter.grad is not None:  # autograd also calls this where an operator returned no gradient
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None

@@ -41,6 +41,7 @@ class Record:
     """The state of one (microbatch, slice) of one stage. Operators read it; only the stage program writes it."""
 
     __slots__ = (
+        "__weakref__",
         "cache",
         "deferred",
         "extras",
