@@ -169,20 +169,21 @@ class _Search:
         )
 
     def _telling(self) -> Iterator[tuple[float, Decisions]]:
-        """The candidates that cannot fit and are worth telling of: the fastest of each grid of devices, or, where
-        nothing fits, those that need least."""
+        """The candidates that cannot fit and are worth telling of: of the fastest ones the leanest of each
+        grid of devices; where nothing fits, those that need least."""
         if not self.fitting:
             lean = heapq.nsmallest(
                 MISFITS, self.unfit, key=lambda item: self.bench.cutter.least_bytes(self.job, item[2])
             )
             yield from ((bound_s, decisions) for bound_s, _, decisions in lean)
             return
-        grids: set[tuple[int, int]] = set()
-        for bound_s, _, decisions in heapq.nsmallest(32 * MISFITS, self.unfit):
+        leanest: dict[tuple[int, int], tuple[float, float, Decisions]] = {}
+        for bound_s, _, decisions in heapq.nsmallest(64 * MISFITS, self.unfit):
             grid = (len(decisions.replicas), decisions.stage_count)
-            if grid not in grids and len(grids) < MISFITS:
-                grids.add(grid)
-                yield bound_s, decisions
+            need = self.bench.cutter.least_bytes(self.job, decisions)
+            if grid not in leanest or need < leanest[grid][0]:
+                leanest[grid] = (need, bound_s, decisions)
+        yield from ((bound_s, decisions) for _, bound_s, decisions in list(leanest.values())[:MISFITS])
 
     def _misfit(self, bound_s: float, decisions: Decisions) -> Misfit:
         cut = self.bench.cutter.leanest(self.job, decisions)

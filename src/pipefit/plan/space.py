@@ -20,35 +20,36 @@ RECOMPUTE = (("none",), ("selective",), ("full",))
 
 def space(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Decisions]:
     """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned."""
-    for replicas, stages in _grids(job, layers, devices, pins):
-        shards = pins.get("shards", (1,))
+    shards = pins.get("shards", (1,))
+    for replicas, lanes in _grids(job, layers, devices, pins):
         many = len(replicas) > 1
-        choices = itertools.product(
-            _microbatches(job, replicas, pins),
-            [pins["schedule"]] if "schedule" in pins else _schedules(stages),
-            [pins["recompute"]] if "recompute" in pins else RECOMPUTE,
-            [pins["zero1"]] if "zero1" in pins else [False, True][: 1 + many],
-            [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and stages > 1)],
-        )
-        for microbatches, schedule, recompute, zero1, inner in choices:
-            yield Decisions(
-                stages=stages,
-                cuts=pins.get("cuts", ()),
-                placement=pins.get("placement", ()),
-                replicas=replicas,
-                shards=shards,
-                sharding=_sharding(shards, pins),
-                microbatches=microbatches,
-                schedule=schedule,
-                slices=pins.get("slices", ()),
-                recompute=recompute,
-                zero1=zero1,
-                inner=inner,
+        for schedule, placement in _schedules(lanes, layers, pins):
+            choices = itertools.product(
+                _microbatches(job, replicas, pins),
+                [pins["recompute"]] if "recompute" in pins else RECOMPUTE,
+                [pins["zero1"]] if "zero1" in pins else [False, True][: 1 + many],
+                [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and lanes > 1)],
             )
+            for microbatches, recompute, zero1, inner in choices:
+                if len(recompute) in (1, len(placement)):
+                    yield Decisions(
+                        stages=len(placement),
+                        cuts=pins.get("cuts", ()),
+                        placement=() if placement == tuple(range(lanes)) else placement,
+                        replicas=replicas,
+                        shards=shards,
+                        sharding=_sharding(shards, pins),
+                        microbatches=microbatches,
+                        schedule=schedule,
+                        slices=pins.get("slices", ()),
+                        recompute=recompute,
+                        zero1=zero1,
+                        inner=inner,
+                    )
 
 
 def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """(shares of the replicas, stages) that the devices, the layers and the batch allow."""
+    """(shares of the replicas, lanes) that the devices and the batch allow."""
     shards = len(pins.get("shards", (1,)))
     most = min(pins.get("devices", devices), devices)
     if "replicas" in pins:
@@ -56,18 +57,20 @@ def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iter
     else:
         replica_choices = [(1,) * count for count in _divisors(job.batch) if count * shards <= most]
     for replicas in replica_choices:
-        room = most // (len(replicas) * shards)
-        if "placement" in pins:
-            counts = [len(pins["placement"])]
-        elif "cuts" in pins or "stages" in pins:
-            counts = [pins.get("stages", len(pins.get("cuts", ())) + 1)]
-        else:
-            counts = list(range(1, min(room, layers) + 1))
-        for stages in counts:
-            lanes = max(pins["placement"]) + 1 if "placement" in pins else stages
-            used = len(replicas) * shards * lanes
-            if lanes <= room and stages <= layers and ("devices" not in pins or used == pins["devices"]):
-                yield replicas, stages
+        for lanes in range(1, min(most // (len(replicas) * shards), layers) + 1):
+            if "devices" not in pins or len(replicas) * shards * lanes == pins["devices"]:
+                yield replicas, lanes
+
+
+def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(schedule, placement) for this many lanes. A single lane runs all plain schedules alike as far as time goes,
+    and 1F1B with the least memory."""
+    names = sorted(FAMILIES) if lanes > 1 else ["1f1b"]
+    stages = pins.get("stages", len(pins["cuts"]) + 1 if "cuts" in pins else None)
+    for name in [pins["schedule"]] if "schedule" in pins else names:
+        placement = pins.get("placement", FAMILIES[name].placement(lanes))
+        if max(placement) + 1 == lanes and len(placement) <= layers and stages in (None, len(placement)):
+            yield name, placement
 
 
 def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:
@@ -83,11 +86,6 @@ def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) 
             yield count
 
 
-def _schedules(stages: int) -> list[str]:
-    """A single stage runs every schedule alike as far as time goes; 1F1B needs the least memory then."""
-    return ["1f1b"] if stages == 1 else sorted(FAMILIES)
-
-
 def _sharding(shards: tuple[int, ...], pins: Mapping[str, Any]) -> Any:
     if len(shards) == 1:
         return "none"
@@ -97,6 +95,13 @@ def _sharding(shards: tuple[int, ...], pins: Mapping[str, Any]) -> Any:
 def _divisors(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
+
+
+def _lanes_for(stages: int, pins: Mapping[str, Any]) -> int:
+    """The fewest lanes on which a schedule that may be chosen lays this many stages; `stages` if none does."""
+    names = [pins["schedule"]] if "schedule" in pins else list(FAMILIES)
+    fits = (lanes for lanes in range(1, stages) if any(len(FAMILIES[n].placement(lanes)) == stages for n in names))
+    return next(fits, stages)
 
 
 def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> None:
@@ -109,8 +114,12 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
             seen=f"batch {job.batch}, microbatches {microbatches}",
             allowed=", ".join(map(str, _divisors(job.batch)[:12])),
         )
-    replicas, stages = len(pins.get("replicas", (1,))), pins.get("stages", len(pins.get("cuts", ())) + 1)
-    lanes = max(pins["placement"]) + 1 if "placement" in pins else stages
+    replicas, lanes = len(pins.get("replicas", (1,))), 1
+    stages = pins.get("stages", len(pins.get("cuts", ())) + 1)
+    if "placement" in pins:
+        lanes = max(pins["placement"]) + 1
+    elif "schedule" in pins or stages > 1:
+        lanes = _lanes_for(stages, pins)
     needed = replicas * lanes * len(pins.get("shards", (1,)))
     if needed > devices:
         raise PlanError(
