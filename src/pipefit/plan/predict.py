@@ -76,7 +76,10 @@ def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: flo
             static_bytes=float(simulation.costs.static_bytes[lane]),
             busy_s=float(timeline.busy_s[lane]),
             idle_s=float(timeline.idle_s[lane]),
-            parts={**parts, "activations": float(timeline.peak_bytes[lane] - simulation.costs.static_bytes[lane])},
+            parts={
+                **{name: float(value) for name, value in parts.items()},  # an int would reload as another hash
+                "activations": float(timeline.peak_bytes[lane] - simulation.costs.static_bytes[lane]),
+            },
         )
         for lane, parts in enumerate(lane_parts(simulation.work))
     )
