@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipefit.data.feed_arrays import feed_arrays
 from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
+from pipefit.run import checkpoint
 from pipefit.run.build import build_worker, make_groups
 from pipefit.run.checkpoint_gather import gather_full
 from pipefit.run.comms import Comms
-from pipefit.run.feeds import make_feeds
+from pipefit.run.feeds import evaluation_feeds, make_feeds
 from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.state import gradient_pieces, model_pieces
+from pipefit.run.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker import Worker
 
 _COMMS: list[Comms] = []
@@ -95,14 +96,71 @@ def run_steps(
     return {"steps": losses, "gradients": gradients, "parameters": parameters}
 
 
-def run_many(cases: list[tuple[Plan, Model, int, int]]) -> list[dict[str, Any]]:
-    """Several cases one after the other on the same ranks."""
-    return [run_steps(*case) for case in cases]
+def build(plan: Plan, model: Model, optimizer: OptimizerConfig = OPTIMIZER) -> Worker:
+    """A fresh worker of this rank."""
+    return build_worker(plan, model, comms(), torch.device("cpu"), optimizer)
 
 
-def without(plan: Plan, **fields: Any) -> Plan:
-    """The plan with other fields."""
-    return replace(plan, **fields)
+def outcome(worker: Worker, losses: list[tuple[float, float]]) -> dict[str, Any]:
+    """Losses and whole parameters."""
+    pieces = model_pieces(worker, saving=True)
+    whole = gather_full(pieces, group=group_of(worker))
+    return {"steps": losses, "parameters": {n: t.double().numpy() for n, t in whole if t is not None}}
+
+
+def interrupted(
+    directory: str, first: Plan, second: Plan, model: Model, vocabulary: int, steps: tuple[int, int]
+) -> dict[str, Any]:
+    """Train under one plan, save, forget, load into a fresh worker under another plan, train on.
+
+    Called on the ranks of the larger plan; ranks beyond a plan leave it to the others.
+    """
+    if dist.get_rank() < len(first.devices):
+        worker = build(first, model)
+        train(worker, first, vocabulary, range(steps[0]))
+        checkpoint.save(Path(directory), steps[0], all_pieces(worker, saving=True), {}, group=group_of(worker))
+    if dist.get_rank() >= len(second.devices):
+        return {}
+    worker = build(second, model)
+    while (folder := checkpoint.latest(Path(directory))) is None:
+        time.sleep(0.05)
+    checkpoint.load(folder, all_pieces(worker, saving=False), group=group_of(worker))
+    return outcome(worker, train(worker, second, vocabulary, range(*steps)))
+
+
+def uninterrupted(plan: Plan, model: Model, vocabulary: int, steps: tuple[int, int]) -> dict[str, Any]:
+    """The same steps at a stretch; only what `interrupted` reports is reported."""
+    worker = build(plan, model)
+    losses = train(worker, plan, vocabulary, range(steps[1]))
+    return outcome(worker, losses[steps[0] :])
+
+
+def evaluate(plan: Plan, model: Model, vocabulary: int, train_first: bool) -> float:
+    """The summed loss of an evaluation of batch 0, alone or after a training step with a learning rate of nothing."""
+    worker = build(plan, model, OptimizerConfig(lr=1e-30, weight_decay=0.0))
+    if train_first:
+        train(worker, plan, vocabulary, range(1))
+    feeds = evaluation_feeds(
+        plan, worker.device, ArrayRows(plan.job.sequence, vocabulary), step_rows(plan, 0), torch.device("cpu")
+    )
+    return [float(worker.evaluate(feeds)) for _ in range(2)][-1]
+
+
+def traced(plan: Plan, model: Model, vocabulary: int, pause_s: float) -> tuple[list[Any], list[str]]:
+    """(spans of the second step, actions that the pacing hook saw) of this rank; the hook sleeps after every F."""
+    worker = build(plan, model)
+    train(worker, plan, vocabulary, range(1))
+    seen: list[str] = []
+
+    def pace(action: Any, seconds: float) -> None:
+        seen.append(str(action))
+        assert seconds >= 0
+        if action.kind == "F":
+            time.sleep(pause_s)
+
+    worker.tracing, worker.pace = True, pace
+    train(worker, plan, vocabulary, range(1, 2))
+    return [(span.lane, str(span.action), span.start_s, span.stop_s) for span in worker.trace], seen
 
 
 def rows_of(plan: Plan, step: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -112,6 +170,3 @@ def rows_of(plan: Plan, step: int, vocabulary: int) -> tuple[torch.Tensor, torch
     block = torch.from_numpy(np.stack([reader.row(int(row)) for row in step_plan.rows]))
     tokens = block[:, :-1].clamp(min=0)
     return tokens, block[:, 1:].clone(), step_plan.divisor
-
-
-__all__ = ["OPTIMIZER", "comms", "feed_arrays", "rows_of", "run_many", "run_steps", "step_rows", "train", "without"]
