@@ -7,7 +7,11 @@ from pipefit.cluster.spec import local, looks_like_spec, parse_spec
 from pipefit.cluster.topology import device_count, host_index, host_of, kind_of, link_between
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 
+LOCAL = "local:"
+"""What a plan names this machine by: `local:4` for `--local 4`."""
+
 __all__ = [
+    "LOCAL",
     "Cluster",
     "DeviceKind",
     "Host",
@@ -30,5 +34,7 @@ __all__ = [
 
 
 def open_cluster(text: str) -> Cluster:
-    """The cluster that `--cluster TEXT` means: a short text such as `8xH100`, else a file."""
+    """The cluster that `--cluster TEXT` means: a short text such as `8xH100` or `local:4`, else a file."""
+    if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
+        return local(int(text.removeprefix(LOCAL)))
     return parse_spec(text) if looks_like_spec(text) else load(text)

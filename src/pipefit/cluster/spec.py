@@ -128,9 +128,13 @@ def _memory_bytes() -> int:
 
 
 def _frequency_hz() -> float:
+    """The highest frequency of the first core; where the system tells only the present one, that one to 0.1 GHz."""
+    highest = _read("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    if highest.isdigit():
+        return float(highest) * 1e3
     for line in _read("/proc/cpuinfo").splitlines():
         if line.startswith("cpu MHz"):
-            return float(line.split(":")[1]) * 1e6
+            return round(float(line.split(":")[1]) / 100) * 1e8
     return _DEFAULT_HZ
 
 

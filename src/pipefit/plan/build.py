@@ -32,13 +32,21 @@ VERSION = 1
 class Workbench:
     """A model and a cluster with everything that is worked out about them once and used for many plans."""
 
-    def __init__(self, model: Model, cluster: Cluster, layers: LayerCosts | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        layers: LayerCosts | None = None,
+        name: str = "",
+        cluster_source: str = "",
+    ) -> None:
         self.model = model
         self.cluster = cluster
         self.network = Network(cluster)
         self.programs = Programs(model)
         self.layers: LayerCosts = layers or Roofline()
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
+        self.cluster_source = cluster_source
         self.hashes = Hashes(model=model.hash, cluster=digest(cluster))
 
     @property
@@ -110,6 +118,7 @@ class Workbench:
             order=order_of(schedule, parts.slices),
             hashes=self.hashes,
             decisions=decisions.words(cuts),
+            cluster=self.cluster_source,
         )
 
 

@@ -25,16 +25,18 @@ def make_plan(
     *,
     top: int = 5,
     name: str = "",
+    cluster_source: str = "",
     layers: LayerCosts | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits, with its prediction and the runners-up.
 
+    `name` and `cluster_source` are what the user typed for the model and the cluster.
     `pins` are parsed `--fix` values, `top` counts the winner and its runners-up, `layers` replaces the roofline.
     Raises DoesNotFitError (how much is missing, and the nearest change that would fit) or PlanError (pins that leave
     nothing to consider).
     """
-    bench = Workbench(model, cluster, layers, name)
+    bench = Workbench(model, cluster, layers, name, cluster_source)
     pins = pins or {}
     found = search(bench, job, pins, top, progress)
     if not found.fitting:

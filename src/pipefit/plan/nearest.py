@@ -60,11 +60,9 @@ def _changes(
                 yield f"add --fix shards={count} --fix sharding=megatron-sp", None, job, sharded
     factor = 2
     while factor <= ENOUGH:
-        more = len(bench.cluster.hosts) * factor
         grown = grow(bench.cluster, factor)
         if grown is not None:
-            hosts = f"{more} hosts like these" if more > 1 else "more devices"
-            yield f"use {factor} times as many devices ({hosts})", grown, job, pins
+            yield f"use {factor} times as many devices like these", grown, job, pins
         if job.batch % factor == 0:
             yield f"use --batch {job.batch // factor}", None, replace(job, batch=job.batch // factor), pins
         if job.sequence % factor == 0:

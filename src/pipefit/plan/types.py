@@ -221,6 +221,8 @@ class Plan:
     hashes: Hashes
     decisions: Mapping[str, str] = field(default_factory=dict)
     "The choices in words: replicas, stages, schedule, ...: what `--fix` can pin."
+    cluster: str = ""
+    "What the user typed for the cluster: a file, a short text such as `8xH100`, or `local:4`; '' where unknown."
 
     @property
     def hash(self) -> str:

@@ -1,0 +1,43 @@
+"""`pipefit explain`: what a plan decides, what it was predicted to do, and why the others lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    as_json: bool = typer.Option(False, "--json", help="Print the tables as JSON."),
+) -> None:
+    """Explain PLAN: decisions, stages, memory, lower bound, what limits it, alternatives."""
+    from pipefit.cli._plans import print_tables
+    from pipefit.plan.check import load_plan
+    from pipefit.plan.explain import forecast, headline, tables
+
+    plan = load_plan(path)
+    notes = list(plan.prediction.assumptions) if plan.prediction else []
+    if as_json:
+        facts = {
+            "headline": headline(plan),
+            "forecast": forecast(plan),
+            "tables": {
+                table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+                for table in tables(plan)
+            },
+            "figures come from": notes,
+        }
+        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+        return
+    print(headline(plan))
+    for line in forecast(plan):
+        print(line)
+    print_tables(tables(plan))
+    if notes:
+        print("\nfigures come from:")
+        for note in notes:
+            print(f"  - {note}")

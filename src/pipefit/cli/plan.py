@@ -1,0 +1,106 @@
+"""`pipefit plan`: the fastest plan that fits, why, and what else there was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pipefit.plan.types import Job, Plan
+
+
+def command(
+    model: str = typer.Option(help="A built-in name, a directory with config.json, or a saved model (JSON)."),
+    cluster: str | None = typer.Option(None, help="A cluster file, or 8xH100, or 2x8xA100-80:200Gbit/s."),
+    local: int | None = typer.Option(None, help="Plan for this many processes on this machine's CPU."),
+    batch: int = typer.Option(help="Sequences of one step, over all devices."),
+    seq: int = typer.Option(help="Tokens of one sequence."),
+    precision: str | None = typer.Option(
+        None, help="bfloat16, float32 or float64. Default: float32 with --local, else bfloat16."
+    ),
+    seed: int = typer.Option(0, help="Seed of the run: data order, first weights, dropout."),
+    top: int = typer.Option(5, help="How many plans to list, the winner included."),
+    fix: Annotated[
+        list[str] | None, typer.Option(help="Pin a choice, KEY=VALUE; repeat for more. An unknown key lists them.")
+    ] = None,
+    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON instead of tables."),
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+) -> None:
+    """Find the fastest plan that fits MODEL on the cluster, and say why."""
+    from pipefit.cli._plans import cluster_text, print_tables
+    from pipefit.cluster import open_cluster
+    from pipefit.codec import dump_text
+    from pipefit.model.registry import open_model
+    from pipefit.plan.check import save_plan
+    from pipefit.plan.explain import forecast, headline, tables
+    from pipefit.plan.make import make_plan
+    from pipefit.plan.pins import parse_pins
+
+    text = cluster_text(cluster, local)
+    found = open_cluster(text)
+    pins = parse_pins(fix or [])
+    job = _job(batch, seq, precision or ("float32" if local else "bfloat16"), seed)
+    with _progress() as progress:
+        plan = make_plan(
+            open_model(model), found, job, pins, top=top, name=model, cluster_source=text, progress=progress
+        )
+    if output is not None:
+        save_plan(plan, output)
+    if as_json:
+        sys.stdout.write(dump_text(plan))
+        return
+    print(headline(plan))
+    for line in forecast(plan):
+        print(line)
+    print_tables(tables(plan))
+    _print_origins(plan)
+    if output is not None:
+        print(f"\nwritten to {output}")
+
+
+def _job(batch: int, seq: int, precision: str, seed: int) -> Job:
+    from pipefit.codec import from_data
+    from pipefit.errors import PlanError
+    from pipefit.plan.types import Job
+
+    for name, value in (("--batch", batch), ("--seq", seq)):
+        if value < 1:
+            raise PlanError("A whole number above zero is needed.", where=name, seen=value)
+    data = {"batch": batch, "sequence": seq, "precision": precision, "seed": seed}
+    return from_data(Job, data, "--precision")
+
+
+def _print_origins(plan: Plan) -> None:
+    if plan.prediction is not None:
+        print("\nfigures come from:")
+        for note in plan.prediction.assumptions:
+            print(f"  - {note}")
+
+
+class _progress:
+    """A status line on a terminal while the search runs; nothing in a pipe."""
+
+    def __enter__(self) -> Callable[[int, int, float | None], None] | None:
+        self.status = None
+        if not sys.stderr.isatty():
+            return None
+        from rich.console import Console
+
+        self.status = Console(stderr=True).status("searching ...")
+        self.status.start()
+        return self.report
+
+    def __exit__(self, *error: object) -> None:
+        if self.status is not None:
+            self.status.stop()
+
+    def report(self, left: int, simulated: int, best_s: float | None) -> None:
+        from pipefit.units import format_seconds
+
+        best = f", best {format_seconds(best_s)}" if best_s is not None else ""
+        if self.status is not None:
+            self.status.update(f"searching: {left} candidates left, {simulated} simulated{best}")

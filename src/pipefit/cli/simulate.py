@@ -1,0 +1,61 @@
+"""`pipefit simulate`: run a plan through the simulator, draw it, and write its timeline as a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
+    model: str | None = typer.Option(None, help="The model, where it is not to be found as the plan names it."),
+    cluster: str | None = typer.Option(None, help="The cluster, where it is not to be found as the plan names it."),
+    local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
+    as_json: bool = typer.Option(False, "--json", help="Print what the simulator says as JSON."),
+) -> None:
+    """Simulate one step of PLAN: a grid of its lanes in time, and where time and memory go."""
+    from pipefit.cli._plans import open_subject, print_tables
+    from pipefit.codec import to_data
+    from pipefit.plan.check import load_plan
+    from pipefit.plan.explain import forecast, headline, memory_table, stage_table
+    from pipefit.plan.predict import path_shares, predict, simulate_plan
+    from pipefit.schedule.grid import draw_grid
+
+    plan = load_plan(path)
+    opened, found = open_subject(plan, model, cluster, local)
+    simulation = simulate_plan(plan, opened, found)
+    bound_s = plan.prediction.lower_bound_s if plan.prediction else 0.0
+    plan = predict(plan, opened, simulation, bound_s)
+    timeline = simulation.timeline
+    if trace is not None:
+        from pipefit.show.perfetto import write_timeline
+
+        write_timeline(trace, timeline)
+    if as_json:
+        facts = {
+            "prediction": to_data(plan.prediction),
+            "bubble": timeline.bubble,
+            "critical_path_s": dict(path_shares(timeline)),
+            "exposed_transfer_s": timeline.exposed_transfer_s.tolist(),
+            "fits": simulation.fits,
+        }
+        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+        return
+    print(headline(plan))
+    for line in forecast(plan):
+        print(line)
+    print(f"bubble {timeline.bubble:.1%}\n")
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(soft_wrap=True).print(draw_grid(timeline.schedule, simulation.costs, colour=True), highlight=False)
+    else:
+        print(draw_grid(timeline.schedule, simulation.costs))
+    print_tables([stage_table(plan), memory_table(plan)])
+    if trace is not None:
+        print(f"\ntrace written to {trace}: open it at https://ui.perfetto.dev")

@@ -1,0 +1,168 @@
+"""A plan in words and tables, for people: what `pipefit plan` and `pipefit explain` print. Text only, no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipefit.plan.types import Alternative, GroupPlan, Plan, Prediction
+from pipefit.units import format_bytes, format_flops, format_seconds
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
+"""Parts of memory in the order they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table whose cells are ready to print."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def headline(plan: Plan) -> str:
+    """What the plan is for, in one line."""
+    job = plan.job
+    return (
+        f"{plan.model.name}: batch {job.batch} x {job.sequence} tokens, {job.precision}, on {len(plan.devices)} "
+        f"device{'s' if len(plan.devices) > 1 else ''}" + (f" of {plan.cluster}" if plan.cluster else "")
+    )
+
+
+def forecast(plan: Plan) -> list[str]:
+    """The prediction in a few lines, or one line that there is none."""
+    prediction = plan.prediction
+    if prediction is None:
+        return ["no prediction: this plan was written by hand; `pipefit simulate` makes one"]
+    rate = prediction.flops_per_step / prediction.step_s / len(plan.devices) if prediction.step_s else 0.0
+    lines = [
+        f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
+        f"{format_flops(rate)}/s a device",
+        f"hangs on: {prediction.binds}",
+    ]
+    if prediction.lower_bound_s:
+        over = prediction.step_s / prediction.lower_bound_s - 1
+        lines.append(
+            f"lower bound of every plan considered: {format_seconds(prediction.lower_bound_s)} "
+            f"(compute alone, cut evenly, memory not counted); this plan is {over:.1%} above it"
+        )
+    return lines
+
+
+def decision_table(plan: Plan) -> TextTable:
+    """The choices, by the keys that `--fix` takes."""
+    return TextTable("decisions", ("what", "choice"), tuple((key, value) for key, value in plan.decisions.items()))
+
+
+def stage_table(plan: Plan) -> TextTable:
+    """Every stage: its layers, its devices, and what its lane does with its time."""
+    lanes = plan.prediction.lanes if plan.prediction else None
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        lane = plan.order.placement[index]
+        times = ("", "") if lanes is None else (format_seconds(lanes[lane].busy_s), format_seconds(lanes[lane].idle_s))
+        group = plan.groups[stage.group]
+        start, stop = stage.layers
+        rows.append(
+            (
+                str(index),
+                f"{stage.module} {start}" + (f" to {stop - 1}" if stop - start > 1 else ""),
+                str(lane),
+                _devices(group.devices),
+                _grid(group),
+                stage.recompute,
+                *times,
+            )
+        )
+    columns = ("stage", "layers", "lane", "devices", "grid", "recompute", "busy", "idle")
+    return TextTable("stages", columns, tuple(rows))
+
+
+def memory_table(plan: Plan) -> TextTable:
+    """Peak memory of every lane's fullest device, by parts, beside its limit."""
+    lanes = plan.prediction.lanes if plan.prediction else ()
+    rows = tuple(
+        (
+            str(index),
+            *(format_bytes(lane.parts.get(part, 0.0)) for part in PARTS),
+            format_bytes(lane.peak_bytes),
+            format_bytes(lane.limit_bytes),
+            f"{lane.peak_bytes / lane.limit_bytes:.0%}",
+        )
+        for index, lane in enumerate(lanes)
+    )
+    return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used"), rows)
+
+
+def alternative_table(plan: Plan) -> TextTable:
+    """The runners-up, and why they lost or did not fit."""
+    keys = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
+    winner = [_winner_row(plan, keys, plan.prediction)] if plan.prediction else []
+    rows = [_alternative_row(one, keys) for one in plan.alternatives]
+    return TextTable("alternatives", (*keys, "step", "memory", "why"), (*winner, *rows))
+
+
+def explain_text(plan: Plan) -> str:
+    """Everything as plain text, for a pipe or a file."""
+    parts = [headline(plan), *forecast(plan)]
+    for table in tables(plan):
+        parts += ["", plain(table)]
+    if plan.prediction is not None:
+        parts += ["", "figures come from:", *(f"  - {note}" for note in plan.prediction.assumptions)]
+    return "\n".join(parts) + "\n"
+
+
+def tables(plan: Plan) -> list[TextTable]:
+    """The tables that have rows."""
+    made = (decision_table(plan), stage_table(plan), memory_table(plan), alternative_table(plan))
+    return [table for table in made if table.rows]
+
+
+def plain(table: TextTable) -> str:
+    """A table with aligned columns and no lines."""
+    rows = [table.columns, *table.rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{table.title}:", *(f"  {line}" for line in lines)])
+
+
+def _winner_row(plan: Plan, keys: Sequence[str], prediction: Prediction) -> tuple[str, ...]:
+    fullest = max(prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
+    return (
+        *(plan.decisions.get(key, "") for key in keys),
+        format_seconds(prediction.step_s),
+        _share(fullest.peak_bytes, fullest.limit_bytes),
+        "chosen",
+    )
+
+
+def _alternative_row(one: Alternative, keys: Sequence[str]) -> tuple[str, ...]:
+    fits = one.peak_bytes <= one.limit_bytes
+    return (
+        *(one.decisions.get(key, "") for key in keys),
+        ("" if fits else ">= ") + format_seconds(one.step_s),
+        _share(one.peak_bytes, one.limit_bytes),
+        one.reason,
+    )
+
+
+def _share(peak_bytes: float, limit_bytes: float) -> str:
+    return f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
+
+
+def _grid(group: GroupPlan) -> str:
+    """`4 replicas x 2 shards`, with shares where they are uneven."""
+    parts = []
+    for axis in group.axes:
+        if len(axis.shares) > 1:
+            uneven = f" ({':'.join(map(str, axis.shares))})" if len({*axis.shares}) > 1 else ""
+            parts.append(f"{len(axis.shares)} {axis.name}s{uneven}")
+    return " x ".join(parts) or "1 device"
+
+
+def _devices(devices: Sequence[int]) -> str:
+    """`0-3` for a run, `0,8,16,...` otherwise."""
+    if len(devices) > 1 and list(devices) == list(range(devices[0], devices[0] + len(devices))):
+        return f"{devices[0]}-{devices[-1]}"
+    return ",".join(map(str, devices[:4])) + (",..." if len(devices) > 4 else "")
