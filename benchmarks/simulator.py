@@ -1,10 +1,11 @@
 """How fast the simulator is: 64 stages x 1,024 microbatches of 1F1B, 131,072 compute actions, on one core.
 
 What is timed, one row each: making and lowering the schedule; compiling it into arrays (once per schedule); filling
-in the times (once per cost table); **the sweep**, which turns these arrays into the start of every action and
-transfer (the figure that the issue bounds by 5 ms); and the memory curves of all lanes. Everything runs on the
-lowered schedule, so the sweep covers the transfers as well. Compiling the Python functions by numba is not timed;
-it happens once per installation. The pure-Python sweep must give the same bits.
+in the times of a cost table; the sweep, which turns these arrays into the start and end of every action and
+transfer; **both together**, which is what a search pays for one more cost table (the figure that is bounded by
+5 ms); and the memory curves of all lanes. Everything runs on the lowered schedule, so the sweep covers the
+transfers as well. That numba compiles the Python function is not timed; it happens once per installation. The
+pure-Python sweep must give the same bits.
 
     python benchmarks/simulator.py [--quick] [--json PATH]
 """
@@ -24,7 +25,7 @@ import numpy as np
 from pipefit.cost.types import ActionTable, CostTable, EdgeCost
 from pipefit.schedule import Problem, chain, family, linear, lower
 from pipefit.schedule.compile import compile_graph
-from pipefit.schedule.times import durations, lags, run, run_sweep
+from pipefit.schedule.times import durations, run, run_sweep
 from pipefit.simulate import Timeline
 from provenance import provenance, write_result
 
@@ -43,7 +44,7 @@ def main() -> int:
     print_table(result)
     good = result["bit_equal_to_python"] and result["equal_to_closed_form"]
     if not arguments.quick:
-        good = good and result["seconds"]["sweep"]["median"] < LIMIT_S
+        good = good and result["seconds"]["times_and_sweep"]["median"] < LIMIT_S
     return 0 if good else 1
 
 
@@ -67,20 +68,22 @@ def measure(stages: int, microbatches: int, repeats: int) -> dict[str, Any]:
     lowered = timed("lower", few, lambda: lower(computed, costs=costs))
     compile_graph(lowered, compiled=True)  # numba compiles, or loads what it has compiled before
     graph = timed("compile", few, lambda: compile_graph(lowered, compiled=True))
-    lag = timed("times", few, lambda: lags(graph, *durations(graph, costs)))
-    run_sweep(graph, lag, True)
-    fast = timed("sweep", repeats, lambda: run_sweep(graph, lag, True))
-    slow = timed("sweep_python", few, lambda: run_sweep(graph, lag, False))
-    times = run(graph, costs, True)
-    timed("memory", few, lambda: Timeline(graph, costs, times).peak_bytes)
+    run(graph, costs, True)
+    arrays = timed("times", repeats, lambda: durations(graph, costs))
+    fast = timed("sweep", repeats, lambda: run_sweep(graph, *arrays, True))
+    timed("times_and_sweep", repeats, lambda: run(graph, costs, True))
+    slow = timed("sweep_python", few, lambda: run_sweep(graph, *arrays, False))
+    timed("memory", few, lambda: Timeline(graph, costs, fast).peak_bytes)
     return {
         "stages": stages,
         "microbatches": microbatches,
         "compute_actions": sum(len(lane) for lane in computed.lanes),
         "tasks": graph.size,
-        "waits": len(graph.source),
+        "waits": len(graph.after),
         "seconds": seconds,
-        "bit_equal_to_python": fast.tobytes() == slow.tobytes(),
+        "bit_equal_to_python": all(
+            getattr(fast, field).tobytes() == getattr(slow, field).tobytes() for field in ("start_s", "moment_s")
+        ),
         "equal_to_closed_form": equal_to_closed_form(stages, microbatches),
     }
 
@@ -147,7 +150,8 @@ def print_table(result: dict[str, Any]) -> None:
         "compile": "compile it into arrays",
         "times": "fill in the times of a cost table",
         "sweep": "the sweep over the arrays",
-        "sweep_python": "the same in pure Python",
+        "times_and_sweep": "both: a timeline under new costs",
+        "sweep_python": "the sweep in pure Python",
         "memory": "memory curves and peaks",
     }
     for name, text in words.items():

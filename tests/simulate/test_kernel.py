@@ -23,9 +23,9 @@ def test_both_ways_give_the_same_bits(case) -> None:
     schedule, edges, costs = case
     for one, dag in ((schedule, edges), (lower(schedule, edges, costs), None)):
         plain, fast = compile_graph(one, dag, compiled=False), compile_graph(one, dag, compiled=True)
-        for name in ("kind", "row", "task", "pointer", "source", "wait", "consumer", "before"):
+        for name in ("kind", "row", "task", "pointer", "after", "consumer", "before"):
             assert np.array_equal(getattr(plain, name), getattr(fast, name)), name
-        assert run(plain, costs, False).start_s.tobytes() == run(fast, costs, True).start_s.tobytes()
+        assert run(plain, costs, False).moment_s.tobytes() == run(fast, costs, True).moment_s.tobytes()
 
 
 def test_same_bits_on_a_large_one() -> None:
@@ -49,7 +49,7 @@ def test_small_graphs_do_not_wait_for_numba(monkeypatch: pytest.MonkeyPatch) -> 
 def test_predecessors_come_first() -> None:
     graph = compile_graph(lower(FAMILIES["1f1b"](Problem(placement=linear(4), microbatches=6, slices=2))))
     target = np.repeat(np.arange(graph.size), np.diff(graph.pointer))
-    assert (graph.source < target).all()
+    assert (graph.after // 2 < target).all()
 
 
 def test_the_same_object_is_compiled_once() -> None:

@@ -16,7 +16,7 @@ In a computed schedule the transfers are implied: sent right after the producer,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,11 +41,20 @@ from pipefit.schedule.table import (
     I,
     Ints,
     Table,
+    W,
     columns,
 )
 
 STOP, ARRIVAL = 0, 1
 """What a task waits for: the predecessor's stop, or the arrival of what it transfers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tasks of one kind, with the index of each in a flattened [stage or edge, microbatch, slice] array."""
+
+    tasks: Ints
+    place: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +80,10 @@ class TaskGraph:
     consumer: Ints
     "Of a transfer, the task that uses what it brings; else -1."
     pointer: Ints
-    source: Ints
-    wait: Ints
-    "STOP or ARRIVAL, beside `source`."
+    after: Ints
+    "`after[pointer[t]:pointer[t + 1]]` are the moments that task t waits for: 2 p + STOP or 2 p + ARRIVAL."
+    groups: Mapping[int, Group]
+    "For each kind that takes time by stage or edge, its tasks and where their costs stand."
 
     @property
     def size(self) -> int:
@@ -137,7 +147,7 @@ class _Builder:
         self.barriers = 0
 
     def wait(self, task: Ints, source: Ints, kind: int = STOP) -> None:
-        """`task` waits for `source`, where source is not -1."""
+        """`task` waits for a moment of `source`, where source is not -1."""
         known = source >= 0
         self.waits.append((task[known], source[known], kind))
 
@@ -238,12 +248,11 @@ class _Builder:
         table = self.table
         total = self.rows + len(self.transfer_row) + self.barriers
         target = np.concatenate([wait[0] for wait in self.waits])
-        source = np.concatenate([wait[1] for wait in self.waits])
-        kind = np.repeat([wait[2] for wait in self.waits], [len(wait[0]) for wait in self.waits])
+        after = np.concatenate([2 * wait[1] + wait[2] for wait in self.waits])
         by_target = np.argsort(target, kind="stable")
-        target, source, kind = target[by_target], source[by_target], kind[by_target]
-        pointer = np.searchsorted(target, np.arange(total + 1))
-        order = _order(pointer, source, compiled)
+        pointer = np.searchsorted(target[by_target], np.arange(total + 1))
+        after = after[by_target]
+        order = _order(pointer, after, compiled)
         if len(order) < total:
             raise ScheduleError(
                 "The lanes wait for each other in a circle: no order of the actions satisfies all dependencies.",
@@ -256,42 +265,53 @@ class _Builder:
         number[order] = np.arange(len(order))
         counts = np.diff(pointer)[order]
         new_pointer = np.concatenate(([0], np.cumsum(counts)))
-        entries = np.repeat(pointer[order] - new_pointer[:-1], counts) + np.arange(new_pointer[-1])
-        extra = (self.transfer_kind, np.full(self.barriers, BARRIER))
-        row = np.concatenate((np.arange(self.rows), self.transfer_row, np.full(self.barriers, -1)))[order]
+        after = after[np.repeat(pointer[order] - new_pointer[:-1], counts) + np.arange(new_pointer[-1])]
+        none = np.full(self.barriers, -1)
+        row = np.concatenate((np.arange(self.rows), self.transfer_row, none))[order]
+        kind = np.concatenate((table.kind, self.transfer_kind, none * 0 + BARRIER))[order]
+        edge = np.concatenate((table.edge, self.transfer_edge, none))[order]
         consumer = np.full(total, -1, dtype=np.int64)
         consumer[self.consumer_of[0]] = number[self.consumer_of[1]]
-
-        def gather(column: Ints) -> Ints:
-            return np.where(row >= 0, column[row], -1)
-
+        stage, microbatch, slice_ = (
+            np.where(row >= 0, column[row], -1) for column in (table.stage, table.microbatch, table.slice)
+        )
         return TaskGraph(
             schedule=self.schedule,
             table=table,
-            kind=np.concatenate((table.kind, *extra))[order],
-            lane=gather(table.lane),
-            stage=gather(table.stage),
-            microbatch=gather(table.microbatch),
-            slice=gather(table.slice),
-            edge=np.concatenate((table.edge, self.transfer_edge, np.full(self.barriers, -1)))[order],
+            kind=kind,
+            lane=np.where(row >= 0, table.lane[row], -1),
+            stage=stage,
+            microbatch=microbatch,
+            slice=slice_,
+            edge=edge,
             plain=np.where(row >= 0, table.plain[row], True),
             row=row,
             task=number[self.task],
             before=np.where(self.before >= 0, number[self.before], -1),
             consumer=consumer[order],
             pointer=new_pointer,
-            source=number[source[entries]],
-            wait=kind[entries],
+            after=2 * number[after // 2] + after % 2,
+            groups=_groups(self.schedule, kind, np.where(edge >= 0, edge, stage), microbatch, slice_),
         )
 
 
-def _order(pointer: Ints, source: Ints, compiled: bool | None) -> Ints:
+def _groups(schedule: Schedule, kind: Ints, first: Ints, microbatch: Ints, slice_: Ints) -> dict[int, Group]:
+    place = (first * schedule.microbatches + microbatch) * schedule.slices + slice_
+    found = {}
+    for code in (F, I, W, B, SEND_F, SEND_B):
+        tasks = np.flatnonzero(kind == code)
+        if len(tasks):
+            found[code] = Group(tasks, place[tasks])
+    return found
+
+
+def _order(pointer: Ints, after: Ints, compiled: bool | None) -> Ints:
     tasks = len(pointer) - 1
-    function = choose(topological_order, len(source), compiled)
+    function = choose(topological_order, len(after), compiled)
     if function is topological_order:
         order = [0] * tasks
-        done = topological_order(pointer.tolist(), source.tolist(), order, [-1] * tasks, [0] * tasks)
+        done = topological_order(pointer.tolist(), after.tolist(), order, [-1] * tasks, [0] * tasks)
         return np.array(order[:done], dtype=np.int64)
     out = np.zeros(tasks, dtype=np.int64)
-    done = function(pointer, source, out, np.full(tasks, -1, dtype=np.int64), np.zeros(tasks, dtype=np.int64))
+    done = function(pointer, after, out, np.full(tasks, -1, dtype=np.int64), np.zeros(tasks, dtype=np.int64))
     return out[:done]

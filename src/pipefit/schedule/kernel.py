@@ -1,8 +1,8 @@
 """The two inner loops of the evaluator, written once so that they run as plain Python and, compiled, under numba.
 
-Both work on the predecessor lists of a task graph in compressed rows: the predecessors of task t are
-`source[pointer[t]:pointer[t + 1]]`. Only additions and maxima are done on times, in one order, without fast-math,
-so that both ways give the same bits.
+Both work on lists in compressed rows: what task t waits for is `after[pointer[t]:pointer[t + 1]]`. A task waits for
+**moments**: 2 p is the stop of task p, 2 p + 1 the arrival of what p transfers. Only additions and maxima are done
+on times, in one order, without fast-math, so that both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -16,26 +16,30 @@ COMPILED_FROM = 60_000
 """Predecessor entries from which it pays to import numba (about half a second) when it is not yet imported."""
 
 
-def sweep(pointer: Any, source: Any, lag: Any, start: Any) -> float:
-    """Fill `start` with the earliest start of every task; tasks are numbered so that predecessors come first.
+def sweep(pointer: Any, after: Any, duration: Any, transit: Any, start: Any, moment: Any) -> float:
+    """Fill `start` with the earliest start of every task, and `moment` with its stop and its arrival.
 
-    A task starts at the latest `start[p] + lag` over its predecessors p, and at 0 without any. Returns the latest
-    start.
+    Tasks are numbered so that predecessors come first. A task starts when the last moment that it waits for has
+    come, or at 0; it stops `duration` later, and what it transfers arrives `transit` after its start. Returns the
+    latest moment.
     """
     latest = 0.0
     for task in range(len(pointer) - 1):
         time = 0.0
         for entry in range(pointer[task], pointer[task + 1]):
-            ready = start[source[entry]] + lag[entry]
+            ready = moment[after[entry]]
             if ready > time:
                 time = ready
         start[task] = time
-        if time > latest:
-            latest = time
+        stop = time + duration[task]
+        arrival = time + transit[task]
+        moment[2 * task] = stop
+        moment[2 * task + 1] = arrival
+        latest = max(latest, stop, arrival)
     return latest
 
 
-def topological_order(pointer: Any, source: Any, order: Any, cursor: Any, stack: Any) -> int:
+def topological_order(pointer: Any, after: Any, order: Any, cursor: Any, stack: Any) -> int:
     """Fill `order` with the tasks, predecessors first; depth first, so that neighbours stay near each other.
 
     `cursor` (-1 everywhere) and `stack` are scratch space with an entry a task. Returns how many tasks were ordered:
@@ -59,7 +63,7 @@ def topological_order(pointer: Any, source: Any, order: Any, cursor: Any, stack:
                 depth -= 1
                 continue
             cursor[task] = entry + 1
-            before = source[entry]
+            before = after[entry] // 2
             if cursor[before] < 0:
                 cursor[before] = pointer[before]
                 depth += 1

@@ -9,10 +9,10 @@ import numpy as np
 
 from pipefit.cost.types import CostTable, EdgeCost
 from pipefit.errors import ScheduleError
-from pipefit.schedule.compile import ARRIVAL, TaskGraph
+from pipefit.schedule.compile import TaskGraph
 from pipefit.schedule.kernel import choose, sweep
 from pipefit.schedule.problem import Edge
-from pipefit.schedule.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, Floats, I, Ints, W
+from pipefit.schedule.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, Floats, I, W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,79 +20,71 @@ class Times:
     """When every task of a graph runs."""
 
     start_s: Floats
+    moment_s: Floats
+    "Two a task: its stop, and the arrival of what it transfers (its start, for other tasks)."
     duration_s: Floats
     "Of a transfer, how long it keeps the port busy."
-    transit_s: Floats
-    "Of a transfer, from its start to its arrival; else 0."
-    lag_s: Floats
-    "Beside the graph's `source`: how long after that task's start the waiting task may start."
 
     @property
     def stop_s(self) -> Floats:
         """When every task is over; of a transfer, when the port is free again."""
-        return self.start_s + self.duration_s
+        return self.moment_s[0::2]
 
     @property
     def arrival_s(self) -> Floats:
         """When a transfer's data can be used."""
-        return self.start_s + self.transit_s
+        return self.moment_s[1::2]
 
 
 def run(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
     """When every task runs under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
     duration, transit = durations(graph, costs)
-    lag = lags(graph, duration, transit)
-    return Times(
-        start_s=run_sweep(graph, lag, compiled),
-        duration_s=duration,
-        transit_s=transit,
-        lag_s=lag,
-    )
+    return run_sweep(graph, duration, transit, compiled)
 
 
-def lags(graph: TaskGraph, duration: Floats, transit: Floats) -> Floats:
-    """Beside the graph's `source`: how long after that task's start the waiting task may start."""
-    return np.where(graph.wait == ARRIVAL, transit[graph.source], duration[graph.source])
-
-
-def run_sweep(graph: TaskGraph, lag: Floats, compiled: bool | None = None) -> Floats:
-    """The start of every task: the sweep alone, on arrays that are ready."""
-    function = choose(sweep, len(graph.source), compiled)
+def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: bool | None = None) -> Times:
+    """When every task runs: the sweep alone, on arrays that are ready."""
+    function = choose(sweep, len(graph.after), compiled)
     if function is sweep:
-        start = [0.0] * graph.size
-        sweep(graph.pointer.tolist(), graph.source.tolist(), lag.tolist(), start)
-        return np.array(start, dtype=np.float64)
-    out = np.zeros(graph.size)
-    function(graph.pointer, graph.source, lag, out)
-    return out
+        start, moment = [0.0] * graph.size, [0.0] * (2 * graph.size)
+        sweep(graph.pointer.tolist(), graph.after.tolist(), duration.tolist(), transit.tolist(), start, moment)
+        return Times(start_s=np.array(start), moment_s=np.array(moment), duration_s=duration)
+    starts, moments = np.empty(graph.size), np.empty(2 * graph.size)
+    function(graph.pointer, graph.after, duration, transit, starts, moments)
+    return Times(start_s=starts, moment_s=moments, duration_s=duration)
 
 
 def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     """(duration, transit) of every task, in seconds."""
     duration, transit = np.zeros(graph.size), np.zeros(graph.size)
     for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
-        mask = graph.kind == code
-        if not mask.any():
-            continue
-        if name not in costs.actions:
-            raise ScheduleError("The cost table has no times for an action of the schedule.", seen=name)
-        duration[mask] = lookup(
-            costs.actions[name].time_s, graph.stage[mask], graph.microbatch[mask], graph.slice[mask]
-        )
-        duration[mask] += costs.overhead_s
-    for code, once in ((REDUCE, costs.reduce_s), (GATHER, costs.gather_s)):
-        mask = (graph.kind == code) & graph.plain
-        duration[mask] = once[graph.stage[mask]]
-    mask = graph.kind == STEP
-    duration[mask] = costs.step_s[graph.lane[mask]]
+        if code in graph.groups:
+            if name not in costs.actions:
+                raise ScheduleError("The cost table has no times for an action of the schedule.", seen=name)
+            by_stage = costs.actions[name].time_s + costs.overhead_s
+            duration[graph.groups[code].tasks] = spread(graph, code, by_stage)
     matched = match_edges(graph.table.edges, costs)
     for code, port, whole in ((SEND_F, "forward_port_s", "forward_s"), (SEND_B, "backward_port_s", "backward_s")):
-        mask = graph.kind == code
-        if mask.any():
-            place = (graph.edge[mask], graph.microbatch[mask], graph.slice[mask])
-            duration[mask] = lookup(edge_table(matched, port), *place)
-            transit[mask] = lookup(edge_table(matched, whole), *place)
+        if code in graph.groups:
+            tasks = graph.groups[code].tasks
+            duration[tasks] = spread(graph, code, edge_table(matched, port))
+            transit[tasks] = spread(graph, code, edge_table(matched, whole))
+    for code, once in ((REDUCE, costs.reduce_s), (GATHER, costs.gather_s)):
+        rest = np.flatnonzero((graph.kind == code) & graph.plain)
+        duration[rest] = once[graph.stage[rest]]
+    steps = np.flatnonzero(graph.kind == STEP)
+    duration[steps] = costs.step_s[graph.lane[steps]]
     return duration, transit
+
+
+def spread(graph: TaskGraph, code: int, table: Floats) -> Floats:
+    """For the tasks of one kind, their entries in an array over [stage or edge, microbatch, slice] whose axes of
+    length 1 mean "the same for all"."""
+    schedule = graph.schedule
+    first = len(graph.table.edges) if code in (SEND_F, SEND_B) else schedule.stages
+    dense = np.broadcast_to(table, (first, schedule.microbatches, schedule.slices))
+    found: Floats = dense.reshape(-1)[graph.groups[code].place]
+    return found
 
 
 def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
@@ -111,13 +103,3 @@ def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
 def edge_table(matched: Sequence[EdgeCost], field: str) -> Floats:
     """One field of all edges as an array over [edge, microbatch, slice]; axes of length 1 stay so."""
     return np.stack(np.broadcast_arrays(*(getattr(cost, field) for cost in matched)))
-
-
-def lookup(table: Floats, first: Ints, microbatch: Ints, slice_: Ints) -> Floats:
-    """Entries of an array over [stage or edge, microbatch, slice] whose axes of length 1 mean "the same for all"."""
-    zero = np.zeros(1, dtype=np.int64)
-    place = tuple(
-        index if length > 1 else zero for index, length in zip((first, microbatch, slice_), table.shape, strict=True)
-    )
-    found: Floats = table[place]
-    return np.broadcast_to(found, first.shape)

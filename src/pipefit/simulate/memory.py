@@ -13,8 +13,8 @@ import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.compile import TaskGraph
-from pipefit.schedule.table import CODE, SEND_B, SEND_F, B, Floats, Ints
-from pipefit.schedule.times import Times, edge_table, lookup, match_edges
+from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, Floats, Ints
+from pipefit.schedule.times import Times, edge_table, match_edges, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +37,47 @@ def memory_curves(graph: TaskGraph, costs: CostTable, times: Times, posted_s: Fl
     """One curve per lane."""
     events = _Events()
     compute = np.flatnonzero(graph.kind <= B)
-    held, passing = _held_and_passing(graph, costs, compute)
+    held, passing = (each[compute] for each in _held_and_passing(graph, costs))
     rows = graph.row[compute]
     events.add(graph.lane[compute], times.start_s[compute], 4 * rows, np.maximum(held, 0.0) + passing)
     events.add(graph.lane[compute], times.stop_s[compute], 4 * rows + 3, np.minimum(held, 0.0) - passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
-        size = _buffer_bytes(graph, costs, transfers)
+        size = _buffer_bytes(graph, costs)[transfers]
         user = graph.consumer[transfers]
-        events.add(graph.lane[user], posted_s[transfers], 4 * graph.row[user] - 1, size, buffer=True)
+        events.add(graph.lane[user], posted_s[transfers], _posted_place(graph)[transfers], size, buffer=True)
         events.add(graph.lane[user], times.stop_s[user], 4 * graph.row[user] + 3, -size, buffer=True)
     return events.curves(costs.static_bytes, len(graph.schedule.lanes))
 
 
-def _held_and_passing(graph: TaskGraph, costs: CostTable, compute: Ints) -> tuple[Floats, Floats]:
-    held, passing = np.zeros(len(compute)), np.zeros(len(compute))
+def _held_and_passing(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+    """For every task, the bytes it leaves allocated, and the bytes it needs beside them while it runs."""
+    held, passing = np.zeros(graph.size), np.zeros(graph.size)
     for name in ("F", "I", "W", "B"):
-        mask = graph.kind[compute] == CODE[name]
-        if mask.any():
-            tasks = compute[mask]
-            place = (graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks])
-            held[mask] = lookup(costs.actions[name].held_bytes, *place)
-            passing[mask] = lookup(costs.actions[name].peak_bytes, *place)
+        code = CODE[name]
+        if code in graph.groups:
+            tasks, table = graph.groups[code].tasks, costs.actions[name]
+            held[tasks] = spread(graph, code, table.held_bytes)
+            passing[tasks] = spread(graph, code, table.peak_bytes)
     return held, passing
 
 
-def _buffer_bytes(graph: TaskGraph, costs: CostTable, transfers: Ints) -> Floats:
+def _buffer_bytes(graph: TaskGraph, costs: CostTable) -> Floats:
+    """For every task, the bytes of the receive buffer of what it transfers."""
+    size = np.zeros(graph.size)
     matched = match_edges(graph.table.edges, costs)
-    size = np.zeros(len(transfers))
     for code, field in ((SEND_F, "forward_bytes"), (SEND_B, "backward_bytes")):
-        mask = graph.kind[transfers] == code
-        tasks = transfers[mask]
-        place = (graph.edge[tasks], graph.microbatch[tasks], graph.slice[tasks])
-        size[mask] = lookup(edge_table(matched, field), *place)
+        if code in graph.groups:
+            size[graph.groups[code].tasks] = spread(graph, code, edge_table(matched, field))
     return size
+
+
+def _posted_place(graph: TaskGraph) -> Ints:
+    """For every transfer, the place of its posting among the events of one time: at its RECV, or before its user."""
+    place = 4 * graph.row[graph.consumer] - 1
+    receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
+    place[graph.task[receives]] = 4 * receives
+    return place
 
 
 class _Events:
