@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
-from stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
+from stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, toy_layers
+from tests.model.variants import VARIANTS
 
 from pipefit.layout import Form
+from pipefit.model.capture import capture
+from pipefit.model.registry import describe
 from pipefit.run.shard_comm import ShardContext
 from pipefit.run.stage import StageLayer, StageProgram
 from pipefit.shard.megatron import shard_program
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.gloo
 EXACT = 1e-10
 
 
-def sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor):
+def sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, lengths=None):
     """(loss, whole gradients by name) of one step on the shard axis, as this rank sees it."""
     group = dist.group.WORLD
     programs = [shard_program(layer.graph, shares, sequence_parallel) for layer in layers]
@@ -31,7 +34,8 @@ def sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode
         StageLayer(layer.name, p.graphs[rank], layer.parameters) for layer, p in zip(layers, programs, strict=True)
     ]
     shard = ShardContext(group=group, shares=shares, position=rank)
-    program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard)
+    slices = len(lengths) if lengths else 1
+    program = StageProgram(local, recompute=recompute, dtype=torch.float64, shard=shard, slices=slices)
     places = {}
     for layer, sharded in zip(layers, programs, strict=True):
         for name, form in sharded.parameter_forms.items():
@@ -42,13 +46,17 @@ def sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode
         parameter.data.copy_(part(whole[name], *places[name], rank))
     program.bind_gradients(buffers)
     program.begin_step(0, divisor)
-    loss = sum(program.forward(m, 0, {}, feed)["loss"] for m, feed in enumerate(feeds))
-    for m in range(len(feeds)):
+    loss = 0
+    for m, feed in enumerate(feeds):
+        stops = [0, *itertools.accumulate(lengths or [feed.tokens.shape[1]])]
+        for piece, (start, stop) in enumerate(itertools.pairwise(stops)):
+            loss = loss + program.forward(m, piece, {}, cut_feed(feed, start, stop))["loss"]
+    for m, piece in itertools.product(range(len(feeds)), reversed(range(slices))):
         if mode == "B":
-            program.backward(m, 0, {})
+            program.backward(m, piece, {})
         else:
-            program.backward_input(m, 0, {})
-            program.backward_weight(m, 0)
+            program.backward_input(m, piece, {})
+            program.backward_weight(m, piece)
     return loss, {name: assemble(buffer, *places[name], whole[name], rank) for name, buffer in buffers.items()}
 
 
@@ -79,16 +87,66 @@ def check_cases(rank, count, cases):
     return len(cases)
 
 
-def cases(*all_shares):
-    ways = itertools.product(all_shares, (False, True), ("none", "selective", "full"), ("B", "IW"))
+def cases(all_shares, recomputes=("none", "selective", "full"), modes=("B", "IW")):
+    ways = list(itertools.product(all_shares, (False, True), recomputes, modes))
     return [(*way, {}) for way in ways] + [(all_shares[-1], sp, "none", "B", {"tied": True}) for sp in (False, True)]
 
 
 def test_two_devices_even_and_uneven():
-    todo = cases((1, 1), (2, 1))
+    todo = cases([(2, 1)]) + cases([(1, 1)], ("none",), ("IW",))
     assert run_processes(check_cases, 2, todo) == [len(todo)] * 2
 
 
 def test_three_devices_uneven():
-    todo = cases((3, 2, 2))
+    todo = cases([(3, 2, 2)], ("selective",), ("IW",))
     assert run_processes(check_cases, 3, todo) == [len(todo)] * 3
+
+
+def check_slices(rank, count, shares):
+    """Slices on a shard axis, one of them shorter than the axis."""
+    layers = toy_layers(window=5)
+    single = StageProgram(layers, dtype=torch.float64)
+    fill(single)
+    feeds = [toy_feed(2, 10, seed=3)]
+    _, wanted = plain_gradients(single, feeds, 13, window=5)
+    whole = {name: p.data for name, p in single.parameters.items()}
+    for sequence_parallel, recompute in ((False, "selective"), (True, "full")):
+        lengths = (5, 4, 1)
+        _, found = sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, "IW", feeds, 13, lengths)
+        assert_close(found, wanted, EXACT)
+
+
+def test_slices_on_uneven_shards():
+    run_processes(check_slices, 2, (2, 1))
+
+
+def check_families(rank, count, captured):
+    """Every captured family on the shard axis against its own unsharded stage."""
+    for name, model in captured.items():
+        layers = [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in model.layers]
+        feeds = [toy_feed(2, 9, seed=4)]
+        single = StageProgram(layers, dtype=torch.float64)
+        wanted = fill(single)
+        single.begin_step(0, 13)
+        wanted_loss = single.forward(0, 0, {}, feeds[0])["loss"]
+        single.backward(0, 0, {})
+        whole = {name: p.data for name, p in single.parameters.items()}
+        ways = [((1, 1), False, "IW"), ((1, 1), True, "B")]
+        if name == "gpt2":
+            ways.append(((3, 1), True, "IW"))
+        for shares, sequence_parallel, mode in ways:
+            loss, found = sharded_step(rank, whole, layers, shares, sequence_parallel, "selective", mode, feeds, 13)
+            assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss), name
+            assert_close(found, wanted, EXACT)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("llama-biases", "qwen3", "gpt2", "mixtral"),
+        pytest.param(("llama3", "llama-tied", "mistral-window", "qwen2", "qwen3-moe-dense"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_family_is_split(names):
+    described = {name: describe(VARIANTS[name], name, name) for name in names}
+    run_processes(check_families, 2, {name: capture(d.family, d.config) for name, d in described.items()})
