@@ -77,6 +77,8 @@ def data_sheet_kind(name: str) -> tuple[DeviceKind, Link]:
             "bfloat16": sheet.bfloat16 * TERA,
         },
         memory_bandwidth_bytes_per_s=float(sheet.memory_gb_per_s * GB),
-        provenance=Provenance(source="data-sheet", where=sheet.source),
+        provenance=Provenance(
+            source="data-sheet", where=f"{sheet.source}; {RESERVED_SHARE:.0%} of the memory kept by the driver: assumed"
+        ),
     )
     return kind, Link(latency_s=5e-6, bandwidth_bytes_per_s=float(sheet.link_gb_per_s * GB))

@@ -1,0 +1,103 @@
+"""Short cluster texts, the data-sheet library, this machine, and what links two devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipefit.cluster import check, device_count, host_of, kind_of, link_between, load, local, open_cluster, parse_spec
+from pipefit.cluster.kinds import SHEETS, data_sheet_kind
+from pipefit.cluster.topology import SELF, place_in_host, rail_index
+from pipefit.errors import ClusterError, PipefitError
+
+
+def test_one_host_needs_no_bandwidth() -> None:
+    cluster = parse_spec("8xH100")
+    check(cluster)
+    assert device_count(cluster) == 8 and len(cluster.hosts) == 1 and cluster.rails == ()
+    assert kind_of(cluster, 7).peak_flops_per_s["bfloat16"] == 989e12
+    assert cluster.provenance.source == "data-sheet"
+
+
+def test_several_hosts_are_joined_by_what_is_given() -> None:
+    cluster = parse_spec("2x4xA100-80:200Gbit/s")
+    check(cluster)
+    assert device_count(cluster) == 8
+    assert link_between(cluster, 0, 7).bandwidth_bytes_per_s == 25e9
+    assert link_between(cluster, 0, 3) == cluster.links["inside"]
+    assert link_between(cluster, 5, 5) is SELF
+    assert host_of(cluster, 4).name == "host1" and place_in_host(cluster, 5) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("2x8xH100", ["Several hosts need the bandwidth", "2x8xH100:200Gbit/s"]),
+        ("8xH1000", ["No data sheet is known", "did you mean H100?"]),
+        ("8xBanana", ["No data sheet is known", "docs/clusters.md"]),
+        ("0xH100", ["at least one host and one device"]),
+        ("2x8xH100:fast", ["not a number with a unit", "--cluster"]),
+    ],
+)
+def test_wrong_texts_say_what_is_allowed(text: str, words: list[str]) -> None:
+    with pytest.raises(PipefitError) as error:
+        open_cluster(text)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_text_of_another_form_is_told() -> None:
+    with pytest.raises(ClusterError, match="neither a cluster file nor a short cluster text"):
+        parse_spec("eight H100")
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_every_sheet_makes_a_valid_cluster(name: str) -> None:
+    cluster = parse_spec(f"2x2x{name}:100Gbit/s")
+    check(cluster)
+    kind, _ = data_sheet_kind(name.lower())
+    assert kind == kind_of(cluster, 0)
+    assert kind.peak_flops_per_s["bfloat16"] >= kind.peak_flops_per_s["float32"] >= kind.peak_flops_per_s["float64"]
+    assert 0.9 * SHEETS[name].memory_gb * 1e9 < kind.memory_bytes < SHEETS[name].memory_gb * 1e9
+
+
+def test_published_figures() -> None:
+    """Against figures known from elsewhere: bytes per FLOP and the ratios of neighbouring kinds."""
+    assert SHEETS["A100-80"].bfloat16 / SHEETS["A100-80"].float32 == 16
+    assert SHEETS["H200"].bfloat16 == SHEETS["H100"].bfloat16
+    assert SHEETS["H100"].memory_gb_per_s == 3350 and SHEETS["H200"].memory_gb_per_s == 4800
+    assert SHEETS["V100"].bfloat16 == SHEETS["V100"].float32, "no bfloat16 units"
+
+
+def test_local_shares_this_machine_and_says_that_it_guesses() -> None:
+    one, four = local(1), local(4)
+    check(four)
+    assert device_count(four) == 4
+    assert kind_of(one, 0).memory_bytes // 4 == kind_of(four, 0).memory_bytes
+    assert kind_of(one, 0).peak_flops_per_s["float32"] == pytest.approx(
+        4 * kind_of(four, 0).peak_flops_per_s["float32"]
+    )
+    assert kind_of(four, 0).provenance.source == "assumed" == four.provenance.source
+    assert open_cluster("local:4") == four, "a plan names it so, and finds the same again"
+    with pytest.raises(ClusterError, match="At least one device"):
+        local(0)
+
+
+def test_devices_are_numbered_host_by_host_and_take_the_rails_in_turn() -> None:
+    cluster = load(Path(__file__).parents[2] / "examples/clusters/mixed-kinds.json")
+    assert [host_of(cluster, d).name for d in (0, 3, 4, 8, 16, 23)] == ["a0", "a0", "a1", "v0", "v1", "v1"]
+    assert kind_of(cluster, 7).name == "A100-40" and kind_of(cluster, 8).name == "V100"
+    assert link_between(cluster, 0, 20).bandwidth_bytes_per_s == 3.125e9
+    assert link_between(cluster, 0, 20).latency_s == 3e-5
+    assert rail_index(cluster, 21) == 0
+    with pytest.raises(ClusterError, match="no such device") as error:
+        host_of(cluster, 24)
+    assert "0 to 23" in str(error.value)
+
+
+def test_no_link_is_made_up_between_hosts() -> None:
+    cluster = parse_spec("2x1xH100:1GB/s")
+    bare = type(cluster)(**{name: getattr(cluster, name) for name in cluster.__dataclass_fields__} | {"rails": ()})
+    with pytest.raises(ClusterError, match="no rail that joins them"):
+        link_between(bare, 0, 1)
