@@ -68,6 +68,8 @@ def _machine() -> dict[str, Any]:
     facts: dict[str, Any] = {"processor": _processor(), "system": platform.system(), "cores": usable}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if hasattr(os, "getloadavg"):
+        facts["load_average_1min"] = round(os.getloadavg()[0], 1)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -68,7 +68,9 @@ def draw(
     label = len(f"lane {shown[-1]}")
     lines = []
     if not steps:
-        numbers = [str(step) if step >= 0 else "" for step in range(bad_step - around, bad_step + around + 1)]
+        first = bad_step - around
+        used = [any(row[column] for row in rows.values()) for column in range(2 * around + 1)]
+        numbers = [str(first + column) if here else "" for column, here in enumerate(used)]
         widths = [max(width, len(number)) for width, number in zip(widths, numbers, strict=True)]
         lines.append(" ".join(["step".ljust(label), *_padded(numbers, widths)]).rstrip())
     if shown[0] > 0:
