@@ -64,6 +64,13 @@ def test_any_layout_is_read_into_any_other(
     assert stored == elements  # what several ranks hold is written once
 
 
+def test_what_all_ranks_hold_is_written_by_them_in_turn(tmp_path: Path) -> None:
+    held = [whole(f"w{index}", torch.full((100,), float(index))) for index in range(8)]
+    folder = save_by_ranks(tmp_path, 1, [held] * 4, {})
+    files = [chunk.file for entry in read_manifest(folder).tensors.values() for chunk in entry.chunks]
+    assert sorted(files) == sorted(2 * [f"tensors-0000{rank}.safetensors" for rank in range(4)])
+
+
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -108,6 +115,9 @@ def test_pieces_that_do_not_cover_a_tensor_once_are_a_bug_of_the_caller(tmp_path
     rest = Piece(name="w", shape=(4,), tensor=torch.ones(3), box=((1, 4),))
     with pytest.raises(AssertionError, match="overlap without being equal"):
         save(tmp_path, 1, [half, rest], {})
+    shifted = Piece(name="w", shape=(4,), tensor=torch.ones(2), box=((1, 3),))  # as many elements, but not the last
+    with pytest.raises(AssertionError, match="overlap without being equal"):
+        save(tmp_path, 1, [half, shifted], {})
     with pytest.raises(AssertionError, match=r"tensor of \(2,\) for a box of \(3,\)"):
         save(tmp_path, 1, [Piece(name="w", shape=(4,), tensor=torch.ones(2), box=((1, 4),))], {})
     assert latest(tmp_path) is None

@@ -106,6 +106,7 @@ def test_a_save_that_fails_at_any_operation_leaves_a_good_checkpoint(
         value = stored_value(newest)
         renamed = "rename" in seen[: number - 1]
         assert value == (2.0 if renamed else 1.0)  # complete from the rename on, and not before
+        assert stored_value(save(directory, 2, pieces(2.0), {"value": 2.0})) == 2.0  # the same step once more
         assert stored_value(save(directory, 3, pieces(3.0), {"value": 3.0}, keep=1)) == 3.0
         assert [path.name for path in directory.iterdir()] == ["step-00000003"]
     assert number > 8 and {"failed", "died"} & set(outcomes[:-1])
