@@ -50,6 +50,8 @@ class Run:
         self.flops = model_flops(self.model, plan)
         self.start = resume(self.worker, plan, config, self.corpus, world) if config.resume else 0
         self._fault = injected()
+        self.data_s = 0.0
+        "Time that preparing the data of the last step took."
 
     def train(self, log: Log | None, directory: Path) -> None:
         """All steps from where the run stands; evaluations, checkpoints and final weights as configured."""
@@ -76,7 +78,7 @@ class Run:
                     )
                 )  # fmt: skip
             if self.worker.tracing:
-                write_trace(self.worker, directory / "trace.json", self.world)
+                write_trace(self.worker, directory / "trace.json", self.world, step + 1, self.data_s)
             done = step + 1
             if done == last or (config.eval_every and done % config.eval_every == 0):
                 self.evaluate(done, log)
@@ -88,8 +90,10 @@ class Run:
         """One step on the batch that the step plan gives it."""
         if self._fault is not None:
             self._fault.strike(self.world.rank, step)
+        began = time.perf_counter()
         batch = step_plan(self.shape, self.corpus.rows, step)
         feeds = make_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
+        self.data_s = time.perf_counter() - began
         result = self.worker.step(feeds, step, batch.divisor)
         return result.loss, result.grad_norm, result.lr
 
@@ -226,19 +230,22 @@ def save_final(worker: Worker, directory: Path, world: World) -> None:
             pass
 
 
-def write_trace(worker: Worker, path: Path, world: World) -> None:
-    """The measured times of one step's actions, of one rank per lane, as JSON: [lane, action, start_s, stop_s]."""
-    own = [[span.lane, str(span.action), span.start_s, span.stop_s] for span in worker.trace]
+def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float) -> None:
+    """The measured times of one step's actions on every rank, as docs/report.md describes the file."""
+    columns = zip(worker.trace, worker.trace_waits_s, strict=True)
+    own = {
+        "rank": world.rank,
+        "data_s": data_s,
+        "memory_bytes": memory_of(world.device, world.local_size)[0],
+        "spans": [[str(span.action), span.start_s, span.stop_s, wait_s] for span, wait_s in columns],
+    }
     everyone: list[Any] = [own]
     if world.size > 1:
         everyone = [None] * world.size
         dist.all_gather_object(everyone, own, group=world.cpu_group)
     if world.rank == 0:
-        lanes: dict[int, list[Any]] = {}
-        for spans in everyone:
-            lanes.setdefault(spans[0][0], spans)
-        flat = [span for spans in lanes.values() for span in spans]
-        path.write_text(json.dumps({"plan": worker.plan.hash, "spans": flat}) + "\n")
+        document = {"format": "pipefit-trace", "version": 1, "plan": worker.plan.hash, "step": step, "ranks": everyone}
+        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def open_run_dir(config: TrainConfig, plan: Plan) -> Path:

@@ -36,6 +36,12 @@ class Cell:
         self.tensor: Tensor | None = None
         self.work: Any = None
 
+    def arrive(self) -> None:
+        """Wait for the message, if there is one."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
     def take(self) -> Tensor:
         """The tensor, once it has arrived; the cell lets go of it."""
         if self.work is not None:

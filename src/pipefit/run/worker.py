@@ -92,12 +92,14 @@ class Worker:
         self.wiring = Wiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
         self.optimizers = [_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
         self.pace: Callable[[Action, float], None] | None = None
-        "Called after every action with its duration in seconds, while set; it may sleep (the lab)."
+        "Called after every action with its duration (without waiting for messages), while set; it may sleep (the lab)."
         self.clock: Callable[[], float] = time.perf_counter
         self.tracing = False
         "Whether the next steps leave a trace."
         self.trace: list[Span] = []
         "The last traced step, as the simulator's timeline has it: seconds since this rank began the step."
+        self.trace_waits_s: list[float] = []
+        "Of each action of `trace`, the seconds at its beginning that it waited for messages."
         self._feeds: Feeds = ()
         self._loss = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._scalars = torch.zeros(2, dtype=torch.float64, device=torch_device)
@@ -140,19 +142,33 @@ class Worker:
             optimizer.adopt()
 
     def _walk_slowly(self) -> None:
-        clock, trace = self.clock, []
+        clock, trace, waits = self.clock, [], []
+        incoming = [self._incoming(action) for action in self.actions]
         begin = clock()
         wait = torch.cuda.synchronize if self.torch_device.type == "cuda" else None
-        for action, operation in zip(self.actions, self._operations, strict=True):
+        for action, operation, cells in zip(self.actions, self._operations, incoming, strict=True):
             start = clock()
+            for cell in cells:
+                cell.arrive()
+            if wait is not None:
+                wait()
+            ready = clock()
             operation()
             if wait is not None:
                 wait()
             if self.pace is not None:
-                self.pace(action, clock() - start)
+                self.pace(action, clock() - ready)
             trace.append(Span(self.lane, action, start - begin, clock() - begin))
+            waits.append(ready - start)
         if self.tracing:
-            self.trace = trace
+            self.trace, self.trace_waits_s = trace, waits
+
+    def _incoming(self, action: Action) -> list[Cell]:
+        """The cells that a compute action takes its inputs from."""
+        if action.kind not in ("F", "I", "B"):
+            return []
+        way = "F" if action.kind == "F" else "B"
+        return [cell for _, cell in self._cells(action, incoming=way == "F", way=way)]
 
     # From actions to operations.
 
