@@ -1,0 +1,39 @@
+"""`pipefit report`: one HTML file with what was predicted beside what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR|PLAN", help="A run's folder, or a plan that has not run.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")] = Path("report.html"),
+    trace: Annotated[Path | None, typer.Option(help="Write both timelines for Perfetto as well.")] = None,
+    model: str = typer.Option("", help="The model, where it is not to be found as the plan names it."),
+    cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
+) -> None:
+    """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
+    from pipefit.errors import PipefitError
+    from pipefit.show.page import report
+    from pipefit.show.perfetto import write_perfetto
+    from pipefit.show.subject import open_subject
+    from pipefit.show.trace import from_timeline
+
+    subject = open_subject(path, cluster, model)
+    html = report(subject)
+    timeline = subject.simulation.timeline
+    traces = [from_timeline(timeline)]
+    if subject.record is not None and subject.record.trace is not None:
+        traces.append(subject.record.trace)
+    try:
+        output.write_text(html, encoding="utf-8")
+        if trace is not None:
+            write_perfetto(trace, traces, timeline)
+    except OSError as error:
+        raise PipefitError("The report cannot be written.", where=str(error.filename or output), seen=error) from None
+    print(f"report written to {output} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
+    if trace is not None:
+        print(f"trace written to {trace}: open it at https://ui.perfetto.dev")

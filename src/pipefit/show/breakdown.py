@@ -1,0 +1,181 @@
+"""Where the time of a step goes on every device: compute, exposed communication, idle, optimizer, data.
+
+The parts of a device add up to the step. Communication counts only where it is exposed: while the device computes,
+a transfer or reduction beside it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipefit.plan.types import Plan
+from pipefit.schedule.actions import COMPUTE, Action
+from pipefit.show.trace import Floats, Row, Trace
+from pipefit.simulate.timeline import Timeline
+
+PARTS = ("compute", "communication", "idle", "optimizer", "data")
+"""In the order in which they are shown; `communication` is the exposed part of it."""
+
+Runs = list[tuple[float, float]]
+
+Transfer = tuple[str, int, int, str, int, int]
+"""(way, from stage, to stage, tensor, microbatch, slice)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """The parts of one lane's or device's step, in seconds."""
+
+    lane: int
+    device: int | None
+    seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def predicted_breakdown(timeline: Timeline) -> tuple[Breakdown, ...]:
+    """One entry a lane. Idle is what the simulator's idle time leaves after exposed transfers and reductions."""
+    result = []
+    for lane, actions in enumerate(timeline.schedule.lanes):
+        start_s, stop_s = timeline.starts_s[lane], timeline.stops_s[lane]
+        compute = _runs(actions, start_s, stop_s, COMPUTE)
+        optimizer = _runs(actions, start_s, stop_s, ("NORM", "STEP"))
+        rings = _runs(actions, start_s, stop_s, ("REDUCE", "GATHER"))
+        busy = _union(compute + optimizer)
+        waits = float(timeline.exposed_transfer_s[lane]) + _length(_union(rings + busy)) - _length(busy)
+        compute_s, optimizer_s = _length(_union(compute)), _length(_union(optimizer))
+        free = max(0.0, timeline.makespan_s - compute_s - optimizer_s)
+        exposed = min(waits, free)
+        seconds = {
+            "compute": compute_s,
+            "communication": exposed,
+            "idle": free - exposed,
+            "optimizer": optimizer_s,
+            "data": 0.0,
+        }
+        result.append(Breakdown(lane=lane, device=None, seconds=seconds))
+    return tuple(result)
+
+
+def measured_breakdown(trace: Trace, plan: Plan) -> tuple[Breakdown, ...]:
+    """One entry a device.
+
+    An action that had to wait for data was idle until the sender began to send, and in exposed communication after
+    that. Where waits were not recorded, the second part cannot be told from computing and counts as compute. In NORM
+    a device is idle until the last one arrives; the rest of it is waiting for reductions.
+    """
+    sends = _send_starts(trace.rows, plan)
+    whole = trace.stop_s
+    result = []
+    for row in with_waits(trace, plan).rows:
+        seconds = _measured_parts(row, _early_s(row, _sent_s(row, sends, plan)))
+        facts = trace.facts.get(row.device) if row.device is not None else None
+        seconds["data"] = (facts.data_s or 0.0) if facts else 0.0
+        seconds["idle"] += max(0.0, whole + seconds["data"] - sum(seconds.values()))
+        result.append(Breakdown(lane=row.lane, device=row.device, seconds=seconds))
+    return tuple(result)
+
+
+def with_waits(trace: Trace, plan: Plan) -> Trace:
+    """The trace with what is known of every action's waiting: recorded, or until its sender began; and in NORM."""
+    sends = _send_starts(trace.rows, plan)
+    norms = [_runs(row.actions, row.start_s, row.stop_s, ("NORM",)) for row in trace.rows]
+    last_norm_s = max((start for runs in norms for start, _ in runs), default=0.0)
+    rows = []
+    for row in trace.rows:
+        wait_s = _early_s(row, _sent_s(row, sends, plan)) if row.wait_s is None else row.wait_s.copy()
+        for index, action in enumerate(row.actions):
+            if action.kind == "NORM":
+                wait_s[index] = min(max(0.0, last_norm_s - row.start_s[index]), row.stop_s[index] - row.start_s[index])
+        rows.append(replace(row, wait_s=wait_s))
+    return replace(trace, rows=tuple(rows))
+
+
+def _early_s(row: Row, sent_s: Floats) -> Floats:
+    """How long each action had begun before its sender did, at most its whole duration."""
+    return np.minimum(np.maximum(sent_s - row.start_s, 0.0), row.stop_s - row.start_s)
+
+
+def _measured_parts(row: Row, early_s: Floats) -> dict[str, float]:
+    """Seconds by part, of what the actions of a row with waits cover."""
+    assert row.wait_s is not None, "the row comes from with_waits"
+    seconds = dict.fromkeys(PARTS, 0.0)
+    columns = zip((row.stop_s - row.start_s).tolist(), row.wait_s.tolist(), early_s.tolist(), strict=True)
+    for action, (length, wait, early) in zip(row.actions, columns, strict=True):
+        if action.kind in COMPUTE:
+            idle = min(early, wait)
+            seconds["idle"] += idle
+            seconds["communication"] += wait - idle
+            seconds["compute"] += length - wait
+        elif action.kind == "STEP":
+            seconds["optimizer"] += length
+        elif action.kind == "NORM":
+            seconds["idle"] += wait
+            seconds["communication"] += length - wait
+        else:
+            seconds["communication"] += length
+    return seconds
+
+
+def _send_starts(rows: Sequence[Row], plan: Plan) -> dict[Transfer, dict[int, float]]:
+    """When each transfer was begun: by what it carries, then by the sender's place in its group."""
+    starts: dict[Transfer, dict[int, float]] = {}
+    for row in rows:
+        assert row.device is not None, "a measured row is of a device"
+        place = plan.lane_group(row.lane).devices.index(row.device)
+        for action, start in zip(row.actions, row.start_s, strict=True):
+            if action.kind.startswith("SEND"):
+                key = (action.kind[-1], action.stage, action.peer, action.what, action.microbatch, action.slice)
+                starts.setdefault(key, {})[place] = float(start)
+    return starts
+
+
+def _sent_s(row: Row, sends: Mapping[Transfer, Mapping[int, float]], plan: Plan) -> Floats:
+    """For each action of a row, when the last transfer that it takes inputs from was begun; 0 without one.
+
+    Between groups of equal size a device receives from its own place; else from any of them, and the last counts.
+    """
+    assert row.device is not None, "a measured row is of a device"
+    group = plan.lane_group(row.lane)
+    place = group.devices.index(row.device)
+    sources: dict[tuple[str, int], set[tuple[int, str]]] = {}
+    for action in row.actions:
+        if action.kind.startswith("RECV"):
+            sources.setdefault((action.kind[-1], action.stage), set()).add((action.peer, action.what))
+    sent_s = np.zeros(len(row.actions))
+    for index, action in enumerate(row.actions):
+        way = "F" if action.kind == "F" else "B"
+        if action.kind not in ("F", "I", "B"):
+            continue
+        for peer, what in sources.get((way, action.stage), ()):
+            starts = sends.get((way, peer, action.stage, what, action.microbatch, action.slice), {})
+            equal = plan.lane_group(plan.order.placement[peer]).size == group.size and place in starts
+            sent_s[index] = max(sent_s[index], starts[place] if equal else max(starts.values(), default=0.0))
+    return sent_s
+
+
+def _runs(actions: Sequence[Action], start_s: Floats, stop_s: Floats, kinds: Sequence[str]) -> Runs:
+    return [
+        (float(start), float(stop))
+        for action, start, stop in zip(actions, start_s, stop_s, strict=True)
+        if action.kind in kinds
+    ]
+
+
+def _union(runs: Runs) -> Runs:
+    merged: Runs = []
+    for start, stop in sorted(runs):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _length(runs: Runs) -> float:
+    return float(np.sum([stop - start for start, stop in runs])) if runs else 0.0

@@ -1,0 +1,145 @@
+"""Traces as compact JSON: what the report embeds. `assets/decode.js` is the inverse.
+
+Numbers are variable-length base-64 text: six bits a character, the top one says that more follow, the lowest bit of
+the value is its sign (as in source maps). Times are whole ticks of the horizon / 2^20, each action as (gap since the
+action before it, duration), so that an action costs about five characters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipefit.schedule.actions import Action
+from pipefit.show.trace import Floats, Row, Trace
+from pipefit.simulate.memory import MemoryCurve
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+TICKS = 1 << 20
+MOST_SPANS = 240_000
+"""Above this many actions the report keeps, of each lane's devices, the first and the slowest."""
+CURVE_POINTS = 240
+
+
+def encode_numbers(values: Iterable[int]) -> str:
+    """The values as text."""
+    out: list[str] = []
+    for value in values:
+        rest = value << 1 if value >= 0 else (-value << 1) | 1
+        while rest >= 32:
+            out.append(ALPHABET[(rest & 31) | 32])
+            rest >>= 5
+        out.append(ALPHABET[rest])
+    return "".join(out)
+
+
+def encode_traces(traces: Sequence[Trace], slices: int) -> dict[str, Any]:
+    """All rows on one clock. Sequences of actions that several rows share are stored once."""
+    horizon_s = max((trace.stop_s for trace in traces), default=0.0)
+    tick_s = horizon_s / TICKS if horizon_s else 1.0
+    sequences: dict[tuple[Action, ...], int] = {}
+    rows = []
+    for trace in traces:
+        for row in _kept(trace):
+            rows.append(
+                {
+                    "trace": trace.name,
+                    "lane": row.lane,
+                    "device": row.device,
+                    "sequence": sequences.setdefault(row.actions, len(sequences)),
+                    "times": encode_numbers(_ticks(row, tick_s)),
+                    **({} if row.wait_s is None else {"waits": encode_numbers(_whole(row.wait_s / tick_s))}),
+                }
+            )
+    return {
+        "horizon_s": horizon_s,
+        "tick_s": tick_s,
+        "sequences": [encode_actions(actions, slices) for actions in sequences],
+        "rows": rows,
+        "left_out": sum(len(trace.rows) for trace in traces) - len(rows),
+    }
+
+
+def encode_actions(actions: Sequence[Action], slices: int) -> dict[str, Any]:
+    """A sequence as words (kind, stage, peer, tensor) and their order.
+
+    The k-th use of a word is of microbatch k // slices and slice k % slices, or counted down in the backward pass;
+    where that is not so, `places` holds the word's (microbatch, slice) pairs.
+    """
+    words: dict[tuple[str, int, int, str], int] = {}
+    order = []
+    places: list[list[tuple[int, int]]] = []
+    for action in actions:
+        word = (action.kind, action.stage, action.peer, action.what)
+        index = words.setdefault(word, len(words))
+        if index == len(places):
+            places.append([])
+        places[index].append((action.microbatch, action.slice))
+        order.append(index)
+    return {
+        "words": [list(word) for word in words],
+        "order": encode_numbers(order),
+        "places": [
+            0 if pairs == _counted(len(pairs), slices, False) else 1 if pairs == _counted(len(pairs), slices, True)
+            else encode_numbers(number for pair in pairs for number in pair)
+            for pairs in places
+        ],
+    }  # fmt: skip
+
+
+def encode_curve(curve: MemoryCurve, horizon_s: float) -> dict[str, Any]:
+    """A memory curve as at most CURVE_POINTS values: the largest in each interval, so that the peak stays exact."""
+    count = CURVE_POINTS
+    if not len(curve.time_s) or not horizon_s:
+        return {"static": curve.static_bytes, "bytes": [round(curve.static_bytes)]}
+    bins = np.minimum((curve.time_s / horizon_s * count).astype(np.int64), count - 1)
+    last = np.searchsorted(bins, np.arange(count), side="right") - 1
+    before = np.where(last >= 0, curve.bytes[np.maximum(last, 0)], curve.static_bytes)
+    carried = np.concatenate(([curve.static_bytes], before[:-1]))
+    highest = carried.copy()
+    np.maximum.at(highest, bins, curve.bytes)
+    return {"static": curve.static_bytes, "bytes": [round(float(value)) for value in highest]}
+
+
+def critical_flags(rows: Sequence[Row], path: Sequence[tuple[int, Action]]) -> dict[int, str]:
+    """For each lane, which of its predicted actions lie on the critical path, as steps from one index to the next."""
+    wanted = set(path)
+    flags = {}
+    for row in rows:
+        found = [index for index, action in enumerate(row.actions) if (row.lane, action) in wanted]
+        steps = [found[0], *(b - a for a, b in itertools.pairwise(found))] if found else []
+        flags[row.lane] = encode_numbers(steps)
+    return flags
+
+
+def _kept(trace: Trace) -> Sequence[Row]:
+    if sum(len(row.actions) for row in trace.rows) <= MOST_SPANS:
+        return trace.rows
+    by_lane: dict[int, list[Row]] = {}
+    for row in trace.rows:
+        by_lane.setdefault(row.lane, []).append(row)
+    kept = []
+    for rows in by_lane.values():
+        slowest = max(rows, key=lambda row: float((row.stop_s - row.start_s).sum()))
+        kept += [rows[0]] if slowest is rows[0] else [rows[0], slowest]
+    return kept
+
+
+def _ticks(row: Row, tick_s: float) -> Iterable[int]:
+    start, stop = _whole(row.start_s / tick_s), _whole(row.stop_s / tick_s)
+    before = 0
+    for begin, end in zip(start, stop, strict=True):
+        yield begin - before
+        yield end - begin
+        before = end
+
+
+def _whole(values: Floats) -> list[int]:
+    return [int(value) for value in np.rint(values)]
+
+
+def _counted(count: int, slices: int, down: bool) -> list[tuple[int, int]]:
+    return [(k // slices, slices - 1 - k % slices if down else k % slices) for k in range(count)]

@@ -1,0 +1,97 @@
+"""The headline figures of a plan or a run, predicted and measured: what the report's top and `pipefit compare` show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipefit.errors import PlanError
+from pipefit.plan.types import Plan
+from pipefit.show.breakdown import measured_breakdown
+from pipefit.show.record import RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One figure twice. None where it is not known: a plan that has not run, a run without a trace."""
+
+    predicted: float | None = None
+    measured: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The figures of one plan or run."""
+
+    step_s: Pair
+    tokens_per_s: Pair
+    "Of all devices together."
+    peak_bytes: Pair
+    "Of the device that uses most."
+    peak_share: Pair
+    "Of the device that is nearest its limit: the part of the limit."
+    idle_share: Pair
+    "Part of the devices' time in which nothing is computed: waiting for data, links or other devices."
+
+
+def figures_of(plan: Plan, record: RunRecord | None) -> Figures:
+    """The figures. Raises PlanError for a plan without prediction."""
+    prediction = plan.prediction
+    if prediction is None:
+        raise PlanError(
+            "The plan has no prediction.",
+            where=f"plan {plan.hash}",
+            next_step="fill it in: pipefit simulate, or make the plan with pipefit plan",
+        )
+    sizes = [plan.lane_group(lane).size for lane in range(len(prediction.lanes))]
+    idle_s = sum(lane.idle_s * size for lane, size in zip(prediction.lanes, sizes, strict=True))
+    whole_s = prediction.step_s * sum(sizes)
+    measured_s = _known(record.step_s) if record else None
+    peaks = record.peak_bytes if record else {}
+    limits = limits_by_device(plan)
+    return Figures(
+        step_s=Pair(predicted=prediction.step_s, measured=measured_s),
+        tokens_per_s=Pair(
+            predicted=prediction.tokens_per_s,
+            measured=plan.job.batch * plan.job.sequence / measured_s if measured_s else None,
+        ),
+        peak_bytes=Pair(
+            predicted=max(lane.peak_bytes for lane in prediction.lanes),
+            measured=max(peaks.values()) if peaks else None,
+        ),
+        peak_share=Pair(
+            predicted=max(lane.peak_bytes / lane.limit_bytes for lane in prediction.lanes if lane.limit_bytes),
+            measured=max(size / limits[device] for device, size in peaks.items()) if peaks else None,
+        ),
+        idle_share=Pair(predicted=idle_s / whole_s if whole_s else 0.0, measured=_measured_idle(plan, record)),
+    )
+
+
+def limits_by_device(plan: Plan) -> dict[int, float]:
+    """The memory that the plan counted on, for each device."""
+    assert plan.prediction is not None
+    return {
+        device: lane.limit_bytes
+        for number, lane in enumerate(plan.prediction.lanes)
+        for device in plan.lane_group(number).devices
+    }
+
+
+def _measured_idle(plan: Plan, record: RunRecord | None) -> float | None:
+    if record is None or record.trace is None:
+        return None
+    parts = measured_breakdown(record.trace, plan)
+    whole = sum(part.total_s for part in parts)
+    busy = sum(part.seconds["compute"] + part.seconds["optimizer"] for part in parts)
+    return 1.0 - busy / whole if whole else None
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,121 @@
+"""Traces for Perfetto and chrome://tracing: the Chrome JSON trace event format.
+
+One process a trace (predicted, measured), two threads a row: what the device does, and what its links do. Transfers
+are joined by flow arrows to the action that uses them; predicted memory is a counter. Times are in microseconds, as
+the format wants them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipefit.schedule.actions import TRANSFER, Action
+from pipefit.show.trace import Row, Trace, from_timeline
+from pipefit.simulate.timeline import Timeline
+
+Event = dict[str, Any]
+
+LINK = (*TRANSFER, "REDUCE", "GATHER")
+"""What a device's links do beside its computing."""
+
+
+def write_perfetto(path: Path, traces: Sequence[Trace], timeline: Timeline | None = None) -> None:
+    """Write the traces, and the memory curves of `timeline` (the prediction's) as counters, to one file."""
+    path.write_text(json.dumps(perfetto(traces, timeline), separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Write a simulated timeline with its memory: what `pipefit simulate --trace` does."""
+    write_perfetto(path, [from_timeline(timeline)], timeline)
+
+
+def perfetto(traces: Sequence[Trace], timeline: Timeline | None = None) -> dict[str, Any]:
+    """The document; the actions of a row stand in the order of its lane."""
+    events: list[Event] = []
+    for process, trace in enumerate(traces, 1):
+        events += _process(process, trace)
+        if timeline is not None and trace.name == "predicted":
+            events += _memory(process, timeline)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _process(process: int, trace: Trace) -> Iterator[Event]:
+    name = trace.name if trace.step is None else f"{trace.name}, step {trace.step}"
+    yield _name("process_name", process, 0, name)
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    for index, row in enumerate(trace.rows):
+        label = f"lane {row.lane}" + ("" if row.device is None else f", device {row.device}")
+        yield _name("thread_name", process, 2 * index + 1, label)
+        yield _name("thread_name", process, 2 * index + 2, f"{label}, links")
+        yield from _row(process, 2 * index + 1, row)
+    if all(row.device is None for row in trace.rows):
+        yield from _flows(process, trace)
+
+
+def _row(process: int, thread: int, row: Row) -> Iterator[Event]:
+    """The row's actions; those of its links stand on the thread below."""
+    for action, start_s, stop_s in zip(row.actions, row.start_s.tolist(), row.stop_s.tolist(), strict=True):
+        yield {
+            "ph": "X",
+            "name": str(action),
+            "cat": action.kind,
+            "pid": process,
+            "tid": thread + (action.kind in LINK),
+            "ts": start_s * 1e6,
+            "dur": (stop_s - start_s) * 1e6,
+            "args": _arguments(action),
+        }
+
+
+def _flows(process: int, trace: Trace) -> Iterator[Event]:
+    """Arrows from each SEND to the compute action of the peer stage that uses what it brings."""
+    sends: dict[tuple[str, int, int, int], list[tuple[int, float]]] = {}
+    for index, row in enumerate(trace.rows):
+        for action, start_s in zip(row.actions, row.start_s.tolist(), strict=True):
+            if action.kind.startswith("SEND"):
+                key = (action.kind[-1], action.peer, action.microbatch, action.slice)
+                sends.setdefault(key, []).append((2 * index + 2, start_s * 1e6))
+    number = 0
+    for index, row in enumerate(trace.rows):
+        for action, start_s in zip(row.actions, row.start_s.tolist(), strict=True):
+            if action.kind not in ("F", "I", "B"):
+                continue
+            way = "F" if action.kind == "F" else "B"
+            for thread, sent_us in sends.get((way, action.stage, action.microbatch, action.slice), ()):
+                number += 1
+                common = {"name": "transfer", "cat": "transfer", "id": number, "pid": process}
+                yield {"ph": "s", **common, "tid": thread, "ts": sent_us}
+                yield {"ph": "f", "bp": "e", **common, "tid": 2 * index + 1, "ts": start_s * 1e6}
+
+
+def _memory(process: int, timeline: Timeline) -> Iterator[Event]:
+    for lane, curve in enumerate(timeline.memory):
+        for time_s, size in zip(curve.time_s.tolist(), curve.bytes.tolist(), strict=True):
+            yield {
+                "ph": "C",
+                "name": f"memory of lane {lane}",
+                "pid": process,
+                "tid": 0,
+                "ts": time_s * 1e6,
+                "args": {"bytes": size},
+            }
+
+
+def _arguments(action: Action) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if action.stage >= 0:
+        found["stage"] = action.stage
+    if action.microbatch >= 0:
+        found["microbatch"], found["slice"] = action.microbatch, action.slice
+    if action.peer >= 0:
+        found["peer"] = action.peer
+    if action.what:
+        found["what"] = action.what
+    return found
+
+
+def _name(what: str, process: int, thread: int, text: str) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}

@@ -1,0 +1,176 @@
+"""What a run directory says of a run: its plan, its metrics, its trace. Every defect is one FormatError.
+
+Read: `plan.json`; `metrics.jsonl` (one object a line: a step, or an evaluation); and if they are there `trace.json`,
+`cluster.json` and `environment.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipefit.codec import load_file
+from pipefit.errors import FormatError
+from pipefit.plan.types import Plan
+from pipefit.show.trace import Trace, read_trace
+
+PLAN, METRICS, TRACE = "plan.json", "metrics.jsonl", "trace.json"
+CLUSTER, ENVIRONMENT = "cluster.json", "environment.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One line of the metrics. NaN stands for a figure that the line does not have."""
+
+    step: int
+    loss: float
+    step_s: float
+    tokens: float
+    memory_bytes: float
+    grad_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run as its directory tells it."""
+
+    path: Path
+    plan: Plan
+    steps: tuple[Step, ...]
+    "In order; where a resumed run did a step again, the later one."
+    evaluations: tuple[tuple[int, float], ...]
+    "(step, mean loss over the held-out text)."
+    trace: Trace | None
+    environment: Mapping[str, str]
+
+    @property
+    def step_s(self) -> float:
+        """The median time of a step without the warm-up: the first tenth, at least the first. NaN without steps."""
+        times = sorted(step.step_s for step in self.steps[self.warm_up :] if step.step_s > 0)
+        if not times:
+            return math.nan
+        middle = len(times) // 2
+        return times[middle] if len(times) % 2 else (times[middle - 1] + times[middle]) / 2
+
+    @property
+    def warm_up(self) -> int:
+        """How many first steps `step_s` leaves out."""
+        return max(1, len(self.steps) // 10) if len(self.steps) > 1 else 0
+
+    @property
+    def peak_bytes(self) -> Mapping[int, float]:
+        """The measured peak of every device that recorded one; rank 0 also from the metrics."""
+        peaks = {}
+        if self.trace is not None:
+            peaks = {d: f.memory_bytes for d, f in self.trace.facts.items() if f.memory_bytes is not None}
+        first = [step.memory_bytes for step in self.steps if step.memory_bytes > 0]
+        if first and self.plan.devices[0] not in peaks:
+            peaks[self.plan.devices[0]] = max(first)
+        return peaks
+
+
+def read_run(path: Path) -> RunRecord:
+    """The record of a run directory. Raises FormatError for what is missing, cut short or malformed."""
+    if not (path / PLAN).is_file():
+        raise FormatError(
+            "The directory is not that of a run: it has no plan.",
+            where=str(path),
+            seen=", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty directory",
+            allowed=f"{PLAN} and {METRICS}, as pipefit train writes them",
+        )
+    plan = load_file(Plan, path / PLAN)
+    steps, evaluations = _read_metrics(path / METRICS)
+    return RunRecord(
+        path=path,
+        plan=plan,
+        steps=steps,
+        evaluations=evaluations,
+        trace=read_trace(path / TRACE, plan),
+        environment=_read_environment(path / ENVIRONMENT),
+    )
+
+
+def _read_metrics(path: Path) -> tuple[tuple[Step, ...], tuple[tuple[int, float], ...]]:
+    if not path.is_file():
+        raise FormatError(
+            "The run has no metrics; it may have stopped before its first step.",
+            where=str(path),
+            next_step="run pipefit train again, or report the plan alone: pipefit report plan.json",
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError("The metrics cannot be read.", where=str(path), seen=error) from None
+    steps: dict[int, Step] = {}
+    evaluations: dict[int, float] = {}
+    for number, line in enumerate(lines, 1):
+        record = _parse(line, f"{path}, line {number}")
+        if "eval_loss" in record:
+            evaluations[_integer(record, number, path)] = _number(record, "eval_loss", number, path)
+        else:
+            step = _read_step(record, number, path)
+            steps[step.step] = step
+    return tuple(steps[key] for key in sorted(steps)), tuple(sorted(evaluations.items()))
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict):
+        raise FormatError(
+            "The metrics have a line that is not a JSON object; the run may have been killed while it wrote.",
+            where=where,
+            seen=repr(line[:60]),
+            next_step="delete that line if it is the last one",
+        )
+    return record
+
+
+def _read_step(record: Mapping[str, Any], number: int, path: Path) -> Step:
+    def optional(name: str) -> float:
+        return _number(record, name, number, path) if record.get(name) is not None else math.nan
+
+    step_s = _number(record, "step_s", number, path)
+    if not step_s > 0:
+        raise FormatError(
+            "A step takes a positive time.", where=f"{path}, line {number}: step_s", seen=record["step_s"]
+        )
+    return Step(
+        step=_integer(record, number, path),
+        loss=_number(record, "loss", number, path),
+        step_s=step_s,
+        tokens=optional("tokens"),
+        memory_bytes=optional("memory_bytes"),
+        grad_norm=optional("grad_norm"),
+    )
+
+
+def _number(record: Mapping[str, Any], name: str, number: int, path: Path) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FormatError(
+            f"A line of the metrics has no number {name!r}.",
+            where=f"{path}, line {number}",
+            seen=json.dumps(value),
+            allowed="step, loss, step_s of every step; step, eval_loss of every evaluation",
+        )
+    return float(value)
+
+
+def _integer(record: Mapping[str, Any], number: int, path: Path) -> int:
+    value = _number(record, "step", number, path)
+    if value != int(value) or value < 0:
+        raise FormatError("A step is a count.", where=f"{path}, line {number}: step", seen=record["step"])
+    return int(value)
+
+
+def _read_environment(path: Path) -> Mapping[str, str]:
+    if not path.is_file():
+        return {}
+    return {str(key): str(value) for key, value in load_file(dict, path).items()}

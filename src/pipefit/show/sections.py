@@ -1,0 +1,374 @@
+"""The drawn sections of the report: figures, timeline, breakdown, memory, links, training. HTML from plain data.
+
+Every drawing has a table with the same figures beside it; the drawings themselves are made by the scripts in
+`assets/` from the data that `page.py` embeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pipefit.layout import Group
+from pipefit.plan.types import LanePrediction
+from pipefit.show.breakdown import PARTS, Breakdown
+from pipefit.show.figures import Figures, Pair
+from pipefit.show.html import table, text
+from pipefit.show.record import RunRecord, Step
+from pipefit.show.subject import Subject
+from pipefit.show.trace import Row
+from pipefit.show.traffic import REASONS, Traffic
+from pipefit.units import format_bandwidth, format_bytes, format_count, format_seconds
+
+KINDS = (
+    ("F", "--f", "", "Forward F"),
+    ("B", "--b", "back", "Backward B"),
+    ("I", "--i", "dotted", "Input gradient I"),
+    ("W", "--w", "striped", "Weight gradient W"),
+    ("T", "--t", "thin", "Transfers"),
+    ("R", "--r", "dotted", "Reductions"),
+    ("O", "--o", "crossed", "Norm and optimizer"),
+)
+"""Key, colour, pattern and name of what the legend can hide; the same keys as in `assets/timeline.js`."""
+
+PART_STYLES = {
+    "compute": ("--f", ""),
+    "communication": ("--t", "striped"),
+    "idle": ("", "idle"),
+    "optimizer": ("--o", "crossed"),
+    "data": ("--w", "dotted"),
+}
+
+
+def card(identifier: str, title: str, body: str) -> str:
+    """A section of the page."""
+    return (
+        f'<section class="card" id="{identifier}" aria-labelledby="{identifier}-title">'
+        f'<h2 id="{identifier}-title">{text(title)}</h2>{body}</section>'
+    )
+
+
+def percent(share: float) -> str:
+    """`12 %`, below ten with one decimal."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
+def tiles(figures: Figures, record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()) -> str:
+    """The headline figures. Each says what was measured, and what was predicted; without a run, the prediction."""
+    entries = [
+        _tile("Step time", figures.step_s, format_seconds),
+        _tile("Tokens per second", figures.tokens_per_s, format_count),
+        _tile("Peak memory of a device", figures.peak_bytes, format_bytes),
+        _tile("Idle share", figures.idle_share, percent, points=True),
+        *(_plain_tile(*entry) for entry in extra),
+    ]
+    if record is not None and record.steps:
+        first, last = record.steps[0], record.steps[-1]
+        steps = f"from <b>{first.loss:.3f}</b> over {len(record.steps)} steps"
+        entries.append(_plain_tile("Loss", f"{last.loss:.3f}", steps))
+    return f'<dl class="tiles">{"".join(entries)}</dl>'
+
+
+def _tile(name: str, pair: Pair, show: Callable[[float], str], points: bool = False) -> str:
+    if pair.measured is None:
+        value = show(pair.predicted) if pair.predicted is not None else "not known"
+        return _plain_tile(name, value, "predicted")
+    if pair.predicted is None:
+        return _plain_tile(name, show(pair.measured), "measured")
+    if points:
+        off = f"{100 * (pair.predicted - pair.measured):+.1f} points".replace("-", "−")
+    else:
+        off = f"{100 * (pair.error or 0.0):+.1f} %".replace("-", "−")
+    return _plain_tile(name, show(pair.measured), f"predicted <b>{show(pair.predicted)}</b> ({off})")
+
+
+def _plain_tile(name: str, value: str, small: str) -> str:
+    return f'<div class="tile"><dt>{text(name)}</dt><dd class="big">{value}</dd><dd class="small">{small}</dd></div>'
+
+
+def timeline_section(subject: Subject, kinds: Iterable[str], left_out: int) -> str:
+    """The timeline with its controls. `kinds` are the keys of KINDS that occur."""
+    record = subject.record
+    traced = record is not None and record.trace is not None
+    occurring = set(kinds)
+    legend = "".join(
+        f'<button type="button" data-kind="{key}" aria-pressed="true">'
+        f'<span class="swatch {pattern}" style="--c:var({colour})"></span>{name}</button>'
+        for key, colour, pattern, name in KINDS
+        if key in occurring
+    )
+    sets = [("critical", "Critical path")]
+    if traced:
+        sets = [("predicted", "Predicted"), ("measured", "Measured"), *sets]
+        if any(group.size > 1 for group in _lane_groups(subject)):
+            sets.insert(2, ("all", "Every device"))
+    switches = "".join(
+        f'<button type="button" data-set="{key}" aria-pressed="true">{name}</button>' for key, name in sets
+    )
+    moves = "".join(
+        f'<button type="button" class="square" data-view="{key}" aria-label="{name}">{sign}</button>'
+        for key, name, sign in (
+            ("left", "Earlier", "←"),
+            ("right", "Later", "→"),
+            ("out", "Zoom out", "−"),
+            ("in", "Zoom in", "+"),
+        )
+    )
+    return card(
+        "timeline-section",
+        "Timeline of one step",
+        f'<p class="lead">{_timeline_lead(subject, traced)}</p>{_left_out(left_out)}'
+        f'<div class="controls"><div class="group" role="group" aria-label="Kinds of action">{legend}</div></div>'
+        f'<div class="controls"><div class="group" role="group" aria-label="What is shown">{switches}</div>'
+        f'<span class="spring"></span><div class="group" role="group" aria-label="View">{moves}'
+        '<button type="button" data-view="fit">Whole step</button></div></div>'
+        '<div class="timeline"><div class="timeline-scroll" id="timeline-scroll"><div id="timeline-spacer">'
+        '<canvas id="timeline" tabindex="0" role="application" aria-roledescription="timeline" '
+        'aria-label="Timeline. Arrow keys go from action to action and from row to row; plus and minus zoom; 0 shows '
+        'the whole step." aria-describedby="timeline-status"></canvas></div></div>'
+        '<div class="overview" id="timeline-overview" aria-hidden="true"><div class="thumb" id="timeline-thumb"></div>'
+        '</div><div class="tip" id="timeline-tip" hidden></div></div>'
+        '<p class="status" id="timeline-status" role="status" aria-live="polite"></p>'
+        '<p class="note">Drag to move; zoom with Ctrl and the wheel, two fingers, a double click or the buttons. '
+        "With the keyboard: arrows choose an action, + and − zoom, 0 shows all. Thin strips are links: a transfer from "
+        "its start to the arrival of its data, and reductions.</p>",
+    )
+
+
+def _timeline_lead(subject: Subject, traced: bool) -> str:
+    record = subject.record
+    if traced and record is not None and record.trace is not None:
+        return (
+            f"Each lane's prediction stands above what its devices did in step {record.trace.step}, on one time axis."
+        )
+    if record is not None:
+        return "The run left no trace, so only the prediction is drawn."
+    return "The plan has not run: this is the simulator's prediction, one row a lane."
+
+
+def _left_out(count: int) -> str:
+    if not count:
+        return ""
+    return (
+        f'<p class="note warning">{count} measured rows are not drawn, to keep the file small: of each lane the first '
+        "and the slowest device are. The breakdown below has every device.</p>"
+    )
+
+
+def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured: Sequence[Breakdown]) -> str:
+    """Bars and a table: where the step of every device goes."""
+    lanes = {part.lane: part for part in predicted}
+    longest = max((part.total_s for part in (*predicted, *measured)), default=0.0) or 1.0
+    rows: list[tuple[str, str, Breakdown, Breakdown | None]] = []
+    if measured:
+        for part in measured:
+            rows.append((f"Device {part.device}", f"lane {part.lane}", lanes[part.lane], part))
+    else:
+        for part in predicted:
+            rows.append((f"Lane {part.lane}", _devices(subject, part.lane), part, None))
+    bars = "".join(
+        f'<div class="device"><div class="who">{text(name)}<small>{text(note)}</small></div>'
+        + _bar("predicted", before, longest)
+        + (_bar("measured", after, longest) if after else "")
+        + "</div>"
+        for name, note, before, after in rows
+    )
+    used = [name for name in PARTS if any(part.seconds[name] for part in (*predicted, *measured))]
+    legend = "".join(f"<li>{_swatch(name)}{_part_name(name)}</li>" for name in used)
+    many = " many" if len(rows) > 8 else ""
+    lead = "The number at the right is the share of the step in which the device computes."
+    if measured and not any(row.wait_s is not None for row in _trace_rows(subject)):
+        lead += (
+            " The trace does not record how long each action waited for its data: waiting until the sender began is "
+            "counted as idle, the transfer itself as compute."
+        )
+    return card(
+        "breakdown",
+        "Where the step goes",
+        f'<p class="lead">{lead}</p><ul class="legend">{legend}</ul>'
+        f'<div class="bars{many}">{bars}</div>'
+        f"<details><summary>The same as a table</summary>{_breakdown_table(predicted, measured)}</details>",
+    )
+
+
+def _bar(tag: str, part: Breakdown, longest: float) -> str:
+    pieces = "".join(
+        f'<span class="part {PART_STYLES[name][1]}" style="--c:var({PART_STYLES[name][0] or "--idle"});'
+        f'width:{100 * part.seconds[name] / longest:.3f}%" title="{_part_name(name)}: '
+        f'{format_seconds(part.seconds[name])}"></span>'
+        for name in PARTS
+        if part.seconds[name] > 0
+    )
+    share = percent(part.seconds["compute"] / part.total_s) if part.total_s else ""
+    return (
+        f'<div class="track"><span class="tag">{tag}</span><span class="whole">{pieces}</span>'
+        f'<span class="share">{share}</span></div>'
+    )
+
+
+def _breakdown_table(predicted: Sequence[Breakdown], measured: Sequence[Breakdown]) -> str:
+    rows = [
+        [
+            f"Lane {part.lane}" if part.device is None else f"Device {part.device}",
+            "predicted" if part.device is None else "measured",
+            *(format_seconds(part.seconds[name]) for name in PARTS),
+            format_seconds(part.total_s),
+        ]
+        for part in (*predicted, *measured)
+    ]
+    heads = ["Of", "How", *map(_part_name, PARTS), "Step"]
+    return table("Time of one step by what it is spent on", heads, rows, numeric=range(2, 8))
+
+
+def _part_name(name: str) -> str:
+    return {"communication": "Exposed communication"}.get(name, name.capitalize())
+
+
+def _swatch(name: str) -> str:
+    colour, pattern = PART_STYLES[name]
+    return f'<span class="swatch {pattern}" style="--c:var({colour or "--idle"})"></span>'
+
+
+def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
+    """A curve for each lane, and a table of peaks against limits."""
+    prediction = subject.prediction
+    figures, rows = [], []
+    for number, lane in enumerate(prediction.lanes):
+        group = subject.plan.lane_group(number)
+        own = [peaks[device] for device in group.devices if device in peaks]
+        over = ' <span class="over">over the limit</span>' if lane.peak_bytes > lane.limit_bytes else ""
+        found = f", measured {format_bytes(max(own))}" if own else ""
+        figures.append(
+            f'<figure data-memory="{number}"><figcaption><b>Lane {number}</b> peak {format_bytes(lane.peak_bytes)}'
+            f'{found}{over}</figcaption><div class="holder"></div></figure>'
+        )
+        rows.append(_memory_row(f"Lane {number}", _devices(subject, number), lane, own))
+    small = " small" if len(prediction.lanes) > 12 else ""
+    parts = list(prediction.lanes[0].parts) if prediction.lanes else []
+    heads = [
+        "Lane",
+        "Devices",
+        *(name.capitalize() for name in parts),
+        "Predicted peak",
+        "Limit",
+        "Used",
+        "Measured peak",
+    ]
+    choice = _segments("memory-scale", "Scale", (("peak", "To the peak"), ("limit", "To the limit")))
+    held = "; the line across is the measured peak" if peaks else ""
+    return card(
+        "memory",
+        "Memory",
+        '<p class="lead">Predicted use over one step. The grey foot stays for the whole run: parameters, gradients, '
+        f"optimizer state, workspace. The dashed line is the limit{held}.</p>"
+        f'<div class="controls">{choice}</div><div class="charts{small}">{"".join(figures)}</div>'
+        "<details><summary>Peaks and parts as a table</summary>"
+        + table("Memory of a device of each lane", heads, rows, numeric=range(2, len(heads)))
+        + "</details>",
+    )
+
+
+def _memory_row(name: str, devices: str, lane: LanePrediction, own: Sequence[float]) -> list[str]:
+    return [
+        name,
+        text(devices),
+        *(format_bytes(value) for value in lane.parts.values()),
+        format_bytes(lane.peak_bytes),
+        format_bytes(lane.limit_bytes),
+        percent(lane.peak_bytes / lane.limit_bytes) if lane.limit_bytes else "",
+        format_bytes(max(own)) if own else "not recorded",
+    ]
+
+
+def links_section(subject: Subject, traffic: Traffic) -> str:
+    """The heat-map and its busiest links."""
+    if not traffic.bytes:
+        return card(
+            "links", "Links", '<p class="lead">One device, or devices that share nothing: no link carries anything.</p>'
+        )
+    choices = _segments("links-metric", "Colour by", (("bytes", "Bytes"), ("time", "Time"), ("bandwidth", "Bandwidth")))
+    if len(subject.cluster.hosts) > 1:
+        choices += _segments("links-level", "Between", (("devices", "Devices"), ("hosts", "Hosts")))
+    rows = []
+    for (source, target), total in sorted(traffic.totals().items(), key=lambda item: -item[1])[:12]:
+        link = subject.network.link(source, target)
+        why = ", ".join(f"{reason} {format_bytes(traffic.bytes[source, target][reason])}" for reason in REASONS
+                        if traffic.bytes[source, target].get(reason))  # fmt: skip
+        rows.append(
+            [
+                f"{source} to {target}",
+                format_bytes(total),
+                format_bandwidth(link.bandwidth_bytes_per_s),
+                format_seconds(link.latency_s),
+                format_seconds(total / link.bandwidth_bytes_per_s),
+                text(why),
+            ]
+        )
+    heads = ["Devices", "Bytes a step", "Bandwidth", "Latency", "Busy for", "What for"]
+    return card(
+        "links",
+        "Links",
+        '<p class="lead">What the plan sends from each row to each column in one step. Point at a square for its '
+        "figures.</p>"
+        f'<div class="controls">{choices}</div>'
+        '<div class="heat"><div id="links-map"></div></div>'
+        '<p class="scale"><span id="links-low"></span><span class="ramp" aria-hidden="true"></span>'
+        '<span id="links-high"></span></p><p class="status" id="links-status" role="status" aria-live="polite"></p>'
+        "<details><summary>The busiest links as a table</summary>"
+        + table("The busiest links, by bytes of one step", heads, rows, numeric=(1, 2, 3, 4))
+        + "</details>",
+    )
+
+
+def training_section(record: RunRecord, predicted_s: float) -> str:
+    """Loss and step time over the run."""
+    last = record.steps[-1]
+    held = f"; held-out {record.evaluations[-1][1]:.3f}" if record.evaluations else ""
+    rows = [
+        [str(step.step), f"{step.loss:.4f}", format_seconds(step.step_s), f"{step.grad_norm:.3f}"]
+        for step in _sample(record.steps, 12)
+    ]
+    points = ", circles are the loss over held-out text" if record.evaluations else ""
+    return card(
+        "training",
+        "Training",
+        '<div class="columns">'
+        f'<figure id="loss-chart"><figcaption><b>Loss</b>{points} <output>{last.loss:.3f} at step {last.step}{held}'
+        '</output></figcaption><div class="holder"></div></figure>'
+        '<figure id="time-chart"><figcaption><b>Step time</b>, dashed is the prediction '
+        f"<output>median {format_seconds(record.step_s)}, predicted {format_seconds(predicted_s)}</output></figcaption>"
+        '<div class="holder"></div></figure></div>'
+        "<details><summary>Some steps as a table</summary>"
+        + table("Steps of the run", ["Step", "Loss", "Step time", "Gradient norm"], rows, numeric=(1, 2, 3))
+        + "</details>",
+    )
+
+
+def _sample(items: Sequence[Step], most: int) -> list[Step]:
+    if len(items) <= most:
+        return list(items)
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+
+
+def _segments(name: str, legend: str, choices: Sequence[tuple[str, str]]) -> str:
+    inner = "".join(
+        f'<label><input type="radio" name="{name}" value="{value}">{label}</label>' for value, label in choices
+    )
+    return f'<fieldset class="segments"><legend>{legend}</legend>{inner}</fieldset>'
+
+
+def _lane_groups(subject: Subject) -> list[Group]:
+    return [subject.plan.lane_group(lane) for lane in range(len(subject.prediction.lanes))]
+
+
+def _devices(subject: Subject, lane: int) -> str:
+    devices = subject.plan.lane_group(lane).devices
+    if len(devices) == 1:
+        return f"device {devices[0]}"
+    if devices == tuple(range(devices[0], devices[0] + len(devices))):
+        return f"devices {devices[0]} to {devices[-1]}"
+    return "devices " + ", ".join(map(str, devices[:6])) + (" ..." if len(devices) > 6 else "")
+
+
+def _trace_rows(subject: Subject) -> tuple[Row, ...]:
+    record = subject.record
+    return record.trace.rows if record is not None and record.trace is not None else ()

@@ -1,0 +1,124 @@
+"""The worded sections of the report: the decisions and their alternatives, the lower bound, where all of it is from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from pipefit import __version__
+from pipefit.plan.types import Alternative, Plan, Prediction
+from pipefit.show.html import table, text
+from pipefit.show.sections import card, percent
+from pipefit.show.subject import Subject, drift
+from pipefit.units import format_bytes, format_flops, format_seconds
+
+DRIFT = 1e-6
+"""Relative difference above which the report says that the plan's prediction is not what is simulated now."""
+
+
+def bound_section(prediction: Prediction) -> str:
+    """How far the plan is from the least time that any plan could take, and what the time hangs on."""
+    parts = []
+    if prediction.lower_bound_s > 0:
+        share = prediction.lower_bound_s / prediction.step_s
+        above = prediction.step_s / prediction.lower_bound_s - 1.0
+        parts.append(
+            f"<p>No plan in the space that was searched can take less than "
+            f"<b>{format_seconds(prediction.lower_bound_s)}</b> a step (a lower bound, which may not be reachable). "
+            f"This one is predicted to take <b>{format_seconds(prediction.step_s)}</b>, {percent(above)} above it.</p>"
+            f'<div class="gauge" role="img" aria-label="The bound is {percent(share)} of the predicted step">'
+            f'<i style="width:{100 * share:.2f}%"></i></div>'
+            f'<p class="note">The filled part is the bound, the whole bar the predicted step.</p>'
+        )
+    if prediction.binds:
+        parts.append(f"<p>What the step time hangs on, along the critical path: <b>{text(prediction.binds)}</b>.</p>")
+    if not parts:
+        parts.append('<p class="lead">The plan carries no lower bound.</p>')
+    return card("bound", "What limits it", "".join(parts))
+
+
+def decisions_section(plan: Plan, prediction: Prediction) -> str:
+    """What was chosen, and the runners-up with why they lost or did not fit."""
+    chosen = "".join(
+        f"<li><span>{text(name)}</span>{text(value)}</li>" for name, value in plan.decisions.items() if value
+    )
+    names = _varied(plan.decisions, plan.alternatives)
+    peak = max((lane.peak_bytes for lane in prediction.lanes), default=0.0)
+    limit = min((lane.limit_bytes for lane in prediction.lanes), default=0.0)
+    rows = [["<b>this plan</b>", *_cells(plan.decisions, names), *_figures(prediction.step_s, peak, limit), "chosen"]]
+    for number, other in enumerate(plan.alternatives, 2):
+        rows.append(
+            [
+                str(number),
+                *_cells(other.decisions, names),
+                *_figures(other.step_s, other.peak_bytes, other.limit_bytes),
+                f'<span class="why">{text(other.reason)}</span>',
+            ]
+        )
+    heads = ["", *names, "Step time", "Peak", "Of limit", "Why"]
+    width = len(names)
+    others = (
+        table("This plan and the alternatives that were looked at", heads, rows, numeric=range(width + 1, width + 4))
+        if plan.alternatives
+        else '<p class="note">The plan records no alternatives.</p>'
+    )
+    return card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{others}')
+
+
+def provenance_section(subject: Subject) -> str:
+    """Which plan, model, cluster, versions and machine; what was assumed; whether the prediction still holds."""
+    plan, cluster, record = subject.plan, subject.cluster, subject.record
+    source = cluster.provenance
+    facts = [
+        ("Plan", f"<code>{plan.hash}</code>, format {plan.version}"),
+        ("Model", f"{text(plan.model.name)} ({text(plan.model.family)}), <code>{plan.hashes.model}</code>"),
+        (
+            "Cluster",
+            f"{text(cluster.name)}, <code>{plan.hashes.cluster}</code>; {text(source.source)}"
+            + "".join(f", {text(part)}" for part in (source.where, source.when) if part),
+        ),
+        ("Model FLOPs of a step", f"{format_flops(subject.prediction.flops_per_step)} without recomputation"),
+        (
+            "Report",
+            f"pipefit {__version__}, Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        ),
+    ]
+    if record is not None:
+        facts.append(("Run", f"<code>{text(record.path)}</code>, {len(record.steps)} steps"))
+        facts += [(f"Run: {text(key)}", text(value)) for key, value in record.environment.items()]
+    listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
+    notes = "".join(f"<li>{text(note)}</li>" for note in subject.prediction.assumptions)
+    assumed = f'<h3>What the prediction rests on</h3><ul class="plain">{notes}</ul>' if notes else ""
+    return card("provenance", "Provenance", f'{_drift_note(subject)}<dl class="facts">{listed}</dl>{assumed}')
+
+
+def _drift_note(subject: Subject) -> str:
+    if drift(subject) <= DRIFT:
+        return ""
+    now = format_seconds(subject.simulation.timeline.makespan_s)
+    return (
+        f'<p class="warning">The plan promises {format_seconds(subject.prediction.step_s)} a step; simulated now, with '
+        f"this version of pipefit, it takes {now}. The timeline, memory curves and breakdown show the latter.</p>"
+    )
+
+
+def _varied(chosen: Mapping[str, str], others: Sequence[Alternative]) -> list[str]:
+    """The decisions that alternatives name and in which some differ, in the plan's order."""
+    named = {name for other in others for name in other.decisions}
+    names = [name for name in dict.fromkeys([*chosen, *sorted(named)]) if name in named]
+    return [
+        name for name in names if len({other.decisions.get(name, "") for other in others} | {chosen.get(name, "")}) > 1
+    ]
+
+
+def _cells(decisions: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    return [text(decisions.get(name, "")) for name in names]
+
+
+def _figures(step_s: float, peak: float, limit: float) -> list[str]:
+    return [
+        format_seconds(step_s) if step_s > 0 else "",
+        format_bytes(peak) if peak > 0 else "",
+        percent(peak / limit) if limit and peak > 0 else "",
+    ]

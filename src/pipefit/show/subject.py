@@ -1,0 +1,110 @@
+"""What is shown: a plan or a run, its model and cluster found again, and the plan simulated anew.
+
+A plan holds its model by description and its cluster by name and hash; the timeline, memory curves and traffic are
+simulated from both, by the planner's own evaluator, and compared with the prediction that the plan carries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipefit import cluster as clusters
+from pipefit.cluster.types import Cluster
+from pipefit.codec import load_file
+from pipefit.cost.network import Network
+from pipefit.errors import FormatError
+from pipefit.model.graph import Model
+from pipefit.model.registry import open_model
+from pipefit.plan.check import check_fresh, check_plan
+from pipefit.plan.predict import Simulation, predict, simulate_plan
+from pipefit.plan.types import Plan, Prediction
+from pipefit.show.record import CLUSTER, RunRecord, read_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A plan, simulated, and the run made from it, if there was one."""
+
+    plan: Plan
+    "With its prediction."
+    model: Model
+    cluster: Cluster
+    network: Network
+    simulation: Simulation
+    record: RunRecord | None = None
+
+    @property
+    def prediction(self) -> Prediction:
+        assert self.plan.prediction is not None, "a subject's plan has its prediction"
+        return self.plan.prediction
+
+
+def open_plan_or_run(path: Path) -> tuple[Plan, RunRecord | None]:
+    """The plan in a file, or a run directory's plan and record. Raises FormatError where it is neither."""
+    if path.is_dir():
+        record = read_run(path)
+        return record.plan, record
+    if not path.exists():
+        raise FormatError("There is no such file or directory.", where=str(path), allowed="a plan file or RUN_DIR")
+    return load_file(Plan, path), None
+
+
+def open_subject(path: Path, cluster: str = "", model: str = "") -> Subject:
+    """The subject at `path`. `cluster` and `model` are what the user named; '' is what the plan names.
+
+    Raises FormatError for files that cannot be read, StalePlanError where the cluster or the model is not the one
+    that the plan was made for.
+    """
+    plan, record = open_plan_or_run(path)
+    found = find_cluster(plan, path, cluster)
+    opened = find_model(plan, model)
+    check_plan(plan, opened, found)
+    return make_subject(plan, opened, found, record)
+
+
+def make_subject(plan: Plan, model: Model, cluster: Cluster, record: RunRecord | None = None) -> Subject:
+    """The subject of parts that are at hand. A plan without prediction (written by hand) gets one here."""
+    network = Network(cluster)
+    simulation = simulate_plan(plan, model, cluster, network=network)
+    if plan.prediction is None:
+        plan = replace(plan, prediction=predict(plan, model, simulation).prediction)
+    return Subject(plan=plan, model=model, cluster=cluster, network=network, simulation=simulation, record=record)
+
+
+def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:
+    """The cluster of the plan: the one named, `cluster.json` in the run directory, or what the plan calls it."""
+    file = path / CLUSTER
+    if named:
+        cluster = clusters.open_cluster(named)
+    elif file.is_file():
+        cluster = clusters.load(file)
+    elif plan.cluster:
+        cluster = clusters.open_cluster(plan.cluster)
+    else:
+        raise FormatError(
+            "The plan does not say which cluster it is for, and the timeline needs its links and devices.",
+            where=str(path),
+            next_step="give the cluster that the plan was made with: --cluster FILE.json or --cluster local:4",
+        )
+    check_fresh(plan, cluster=cluster)
+    return cluster
+
+
+def find_model(plan: Plan, named: str) -> Model:
+    """The model of the plan, captured from its description, or read from what the user named."""
+    if named:
+        model = open_model(named)
+    else:
+        from pipefit.model.capture import capture
+
+        model = capture(plan.model.family, plan.model.config)
+    check_fresh(plan, model=model)
+    return model
+
+
+def drift(subject: Subject) -> float:
+    """How far the step simulated now is from the prediction that the plan carries, as a share of it; 0 is equal."""
+    promised = subject.prediction.step_s
+    return abs(subject.simulation.timeline.makespan_s / promised - 1.0) if promised else math.nan

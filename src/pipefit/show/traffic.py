@@ -1,0 +1,124 @@
+"""Which device sends how many bytes to which, in one step: what the link heat-map draws.
+
+Transfers between stages are the messages that the cost model counts. Collectives are counted as rings over their
+very groups; where a group has as many devices on every host, first inside the hosts and then between them, as the
+cost model's two-level form does (reference: `cost/collectives.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import BACKWARD
+from pipefit.cost.table import replica_rings, shard_rings
+from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.model.graph import Graph, element_count
+from pipefit.model.ops.saved import kept
+
+PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often a ring collective sends (n - 1)/n of the tensor over every hop."""
+
+REASONS = ("activations", "gradients", "shards", "reduction", "parameters")
+"""Forward transfers, backward transfers, collectives of shard programs, gradient sums, ZeRO-1 gathers."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of one step by (source device, target device), and by why they are sent."""
+
+    bytes: dict[tuple[int, int], dict[str, float]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(float))
+    )
+
+    def add(self, source: int, target: int, size: float, reason: str) -> None:
+        if source != target and size:
+            self.bytes[source, target][reason] += size
+
+    def totals(self) -> Mapping[tuple[int, int], float]:
+        """All bytes of each pair."""
+        return {pair: sum(parts.values()) for pair, parts in self.bytes.items()}
+
+
+def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Traffic:
+    """The traffic of one step of a pipeline."""
+    traffic = Traffic()
+    for edge in work.edges:
+        for reason, slices in (("activations", edge.forward), ("gradients", edge.backward)):
+            for messages in slices:
+                for source, target, size in messages:
+                    traffic.add(source, target, size * microbatches, reason)
+    for stage in work.stages:
+        _add_shard_collectives(traffic, stage, work, network, microbatches)
+        _add_reductions(traffic, stage, work, network)
+    return traffic
+
+
+def _add_shard_collectives(
+    traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
+) -> None:
+    width = COMPUTE_BYTES[work.precision]
+    for ring in shard_rings(stage):
+        if len(ring) < 2:
+            continue
+        rows = stage.rows[stage.group.position(ring[0], "replica")]
+        for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
+            symbols = {"B": rows, "T": tokens, "P": past}
+            sent = sum(_collective_bytes(graphs[0], symbols, width, stage) for graphs in stage.layers)
+            _add_ring(traffic, ring, sent * microbatches, "shards", network)
+
+
+def _collective_bytes(graph: Graph, symbols: Mapping[str, int], width: int, stage: StageWork) -> float:
+    """Passes x bytes of the whole tensors, over forward, backward and what is recomputed."""
+    again = set(kept(graph, stage.recompute, width).again)
+    total = 0.0
+    for index, operator in enumerate(graph.operators):
+        if operator.kind not in BACKWARD and operator.kind != "shard_slice":
+            continue
+        shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
+        whole = width * max(element_count(shape, symbols) for shape in shapes)
+        ahead = PASSES.get(operator.kind, 0)
+        back = PASSES[BACKWARD.get(operator.kind, "all_gather")]
+        total += whole * (ahead * (2 if index in again else 1) + back)
+    return total
+
+
+def _add_reductions(traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network) -> None:
+    width, parameters = GRADIENT_BYTES[work.precision], stage.parameters
+    for ring in shard_rings(stage):
+        _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network)
+    for ring in replica_rings(stage):
+        gradients = max(parameters.trainable) * width
+        _add_ring(traffic, ring, gradients * (1 if stage.split_state else 2), "reduction", network)
+        if stage.split_state:
+            gathered = max(parameters.trainable) * COMPUTE_BYTES[work.precision]
+            _add_ring(traffic, ring, gathered, "parameters", network)
+
+
+def _add_ring(traffic: Traffic, ring: Sequence[int], passed: float, reason: str, network: Network) -> None:
+    """`passed` bytes, times (n - 1)/n, over every hop of a ring in ascending order of its n devices."""
+    hosts: dict[int, list[int]] = defaultdict(list)
+    for device in sorted(ring):
+        hosts[network.host[device]].append(device)
+    sizes = {len(devices) for devices in hosts.values()}
+    if len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
+        size = sizes.pop()
+        for devices in hosts.values():
+            _add_hops(traffic, devices, passed, reason)
+        for place in range(size):
+            _add_hops(traffic, [devices[place] for devices in hosts.values()], passed / size, reason)
+    else:
+        _add_hops(traffic, sorted(ring), passed, reason)
+
+
+def _add_hops(traffic: Traffic, ring: Sequence[int], passed: float, reason: str) -> None:
+    size = passed * (len(ring) - 1) / len(ring)
+    for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
+        traffic.add(source, target, size, reason)
+
+
+def _starts(slices: Sequence[int]) -> list[int]:
+    return [sum(slices[:index]) for index in range(len(slices))]
