@@ -120,6 +120,25 @@ def test_slices_on_uneven_shards():
     run_processes(check_slices, 2, (2, 1))
 
 
+def check_dropout(rank, count, shares):
+    """Heads and tokens split or not, a dropped element is the same element."""
+    layers = toy_layers(dropout=0.4)
+    single = StageProgram(layers, dtype=torch.float64)
+    wanted = fill(single)
+    feeds = [toy_feed(2, 10, seed=3)]
+    single.begin_step(0, 13)
+    single.forward(0, 0, {}, feeds[0])
+    single.backward(0, 0, {})
+    whole = {name: p.data for name, p in single.parameters.items()}
+    for sequence_parallel in (False, True):
+        _, found = sharded_step(rank, whole, layers, shares, sequence_parallel, "selective", "B", feeds, 13)
+        assert_close(found, wanted, EXACT)
+
+
+def test_dropout_on_uneven_shards():
+    run_processes(check_dropout, 2, (2, 1))
+
+
 def check_families(rank, count, captured):
     """Every captured family on the shard axis against its own unsharded stage."""
     for name, model in captured.items():
