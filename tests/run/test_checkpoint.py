@@ -257,7 +257,7 @@ def test_a_file_that_was_cut_short(checkpoint: Path, kept: int) -> None:
 def test_a_manifest_that_was_cut_short(checkpoint: Path) -> None:
     path = checkpoint / "checkpoint.json"
     content = path.read_bytes()
-    for kept in range(len(content) - 2):
+    for kept in range(0, len(content) - 2, 7):
         path.write_bytes(content[:kept])
         assert "The checkpoint's manifest was cut short or changed." in refusal(checkpoint)
 
