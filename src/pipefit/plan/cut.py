@@ -193,19 +193,19 @@ def _flights(decisions: Decisions) -> tuple[int, ...]:
 
 
 def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
-    """Whether any cut keeps every stage within its limit: each stage in turn takes as many layers as it can hold.
-
-    Exact: to reach further is never worse for the stages that follow.
-    """
-    layers, at = len(rows[0].forward_s), 0
-    for stage, (row, flight) in enumerate(zip(rows, flights, strict=True)):
+    """Whether any cut keeps every stage within its limit: which boundaries each stage in turn can reach. Exact."""
+    layers = len(rows[0].forward_s)
+    starts = np.zeros(1, dtype=np.int64)
+    for row, flight in zip(rows, flights, strict=True):
         filled = row.filled(flight)
-        most = int(np.searchsorted(filled, filled[at] + row.limit_bytes, side="right")) - 1
-        stop = min(most, layers - (len(rows) - 1 - stage))
-        if stop <= at:
+        farthest = np.searchsorted(filled, filled[starts] + row.limit_bytes, side="right")
+        opened = np.bincount(starts + 1, minlength=layers + 2)[: layers + 2]
+        closed = np.bincount(np.maximum(farthest, starts + 1), minlength=layers + 2)[: layers + 2]
+        reached = np.flatnonzero(np.cumsum(opened - closed)[: layers + 1] > 0)
+        starts = reached[reached < layers]
+        if not len(reached):
             return False
-        at = stop
-    return at == layers
+    return bool(reached[-1] == layers)
 
 
 def _best_cut(rows: Sequence[LayerRow], flights: Sequence[int], pinned: tuple[int, ...]) -> Cut | None:
@@ -222,7 +222,7 @@ def _best_cut(rows: Sequence[LayerRow], flights: Sequence[int], pinned: tuple[in
     limits = np.array([row.limit_bytes for row in rows])
     passing = np.array([row.passing_bytes for row in rows])
     bounds = partition(times, memory, limits - passing) or partition(times, memory, limits)
-    assert bounds is not None, "the greedy test found a cut that fits"
+    assert bounds is not None, "the memory test found a cut that fits"
     return _cut_at(bounds, rows, flights)
 
 

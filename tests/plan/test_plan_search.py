@@ -1,0 +1,218 @@
+"""The search against looking at everything: the same winner, and bounds that never exceed what is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_toys import toy_cluster, toy_model
+
+from pipefit.cluster import Cluster, load, parse_spec
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.errors import DoesNotFitError, PlanError
+from pipefit.plan.bounds import table_bound_s
+from pipefit.plan.build import Workbench
+from pipefit.plan.make import make_plan
+from pipefit.plan.search import Evaluated, _Candidate, _Search, evaluate, search
+from pipefit.plan.space import space
+from pipefit.plan.types import Job
+
+JOB = Job(batch=8, sequence=512)
+
+
+def slow_links() -> Cluster:
+    return parse_spec("2x2xA100-80:10MB/s")
+
+
+def little_memory(count: int = 4, beyond: int = 600_000) -> Cluster:
+    """Devices with the workspace and `beyond` bytes more."""
+    cluster = toy_cluster(1, count)
+    kinds = {name: replace(kind, memory_bytes=WORKSPACE_BYTES + beyond) for name, kind in cluster.kinds.items()}
+    return replace(cluster, kinds=kinds)
+
+
+def mixed() -> Cluster:
+    """Two fast devices and two slow ones."""
+    fast, slow = parse_spec("2xH100"), parse_spec("2xL4")
+    both = parse_spec("2x2xH100:10GB/s")
+    hosts = (both.hosts[0], replace(both.hosts[1], kind="L4", link="slow"))
+    links = {"inside": fast.links["inside"], "slow": slow.links["inside"]}
+    return replace(both, kinds={**fast.kinds, **slow.kinds}, links=links, hosts=hosts)
+
+
+CLUSTERS = {"uniform": toy_cluster, "slow links": slow_links, "little memory": little_memory, "mixed": mixed}
+
+
+def everything(bench: Workbench, job: Job) -> list[Evaluated]:
+    """Every plan of the space, simulated."""
+    found = []
+    count, layers, hosts = bench.network.devices, len(bench.module.layers), len(bench.cluster.hosts)
+    for decisions in space(job, layers, count, hosts, {}):
+        found.append(evaluate(bench, decisions, bench.parts(job, decisions)))
+    return found
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("job", [JOB, Job(batch=6, sequence=4096, precision="bfloat16")], ids=["float32", "bfloat16"])
+def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> None:
+    bench = Workbench(toy_model(3, tied=True), CLUSTERS[name]())
+    fitting = [one for one in everything(bench, job) if one.simulation.fits]
+    found = search(bench, job, top=3)
+    assert found.considered == len(list(space(job, 6, 4, len(bench.cluster.hosts), {})))
+    if not fitting:
+        assert not found.fitting
+        return
+    best = min(fitting, key=lambda one: one.rank)
+    assert found.fitting[0].rank == best.rank
+    assert found.fitting[0].decisions == best.decisions
+    assert found.lower_bound_s <= best.step_s
+    times = sorted(one.step_s for one in fitting)
+    assert [one.step_s for one in found.fitting[:3]] == pytest.approx(times[:3]), "the runners-up are exact, too"
+    assert found.simulated < found.considered / 3, "bounds spare most of the simulations"
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
+    """Of every candidate at every level of looking."""
+    bench = Workbench(toy_model(3), CLUSTERS[name]())
+    searcher = _Search(bench, JOB, {}, 1, None)
+    for decisions in space(JOB, 6, 4, len(bench.cluster.hosts), {}):
+        candidate = _Candidate(decisions)
+        bounds = [searcher.even_bound_s(decisions)]
+        while len(bounds) < 3 and (bound := searcher.look_closer(candidate, bounds[-1])) is not None:
+            bounds.append(bound)
+        chosen = candidate.decisions if len(bounds) == 3 else decisions
+        if len(bounds) < 3:
+            chosen = replace(decisions, cuts=bench.cutter.leanest(JOB, decisions).cuts)
+        simulated = evaluate(bench, chosen, bench.parts(JOB, chosen)).step_s
+        for bound in bounds:
+            assert bound <= simulated * (1 + 1e-9), (chosen, bounds, simulated)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_memory_rules_out_only_what_does_not_fit(name: str) -> None:
+    """A candidate that no cut is said to fit is over the limit when simulated, under every single cut."""
+    import itertools
+
+    bench = Workbench(toy_model(2, tied=True), little_memory(beyond=120_000) if name == "uniform" else CLUSTERS[name]())
+    ruled_out = 0
+    for decisions in space(JOB, 5, 3, 1, {"inner": "replica"}):
+        if bench.cutter.cut(JOB, decisions) is not None:
+            continue
+        ruled_out += 1
+        for cuts in itertools.combinations(range(1, 5), decisions.stage_count - 1):
+            chosen = replace(decisions, cuts=cuts)
+            assert not evaluate(bench, chosen, bench.parts(JOB, chosen)).simulation.fits, chosen
+    if name in ("uniform", "little memory"):
+        assert ruled_out > 10, "this test must see some that do not fit"
+
+
+def test_bounds_of_v_placements_and_slices_hold() -> None:
+    bench = Workbench(toy_model(5), toy_cluster(1, 2))
+    for pins in ({"placement": (0, 1, 1, 0), "schedule": "gpipe"}, {"slices": (300, 212), "schedule": "gpipe"}):
+        for decisions in space(JOB, 8, 2, 1, pins):
+            parts = bench.parts(JOB, decisions)
+            costs = bench.costs(parts)
+            bound = table_bound_s(costs, parts.placement, decisions.microbatches, decisions.schedule)
+            assert bound <= evaluate(bench, decisions, parts).step_s * (1 + 1e-9)
+
+
+def test_leaving_slow_devices_idle_is_a_choice() -> None:
+    """With links this slow, one device alone beats any plan that talks."""
+    cluster = parse_spec("4x1xA100-80:1kB/s")
+    plan = make_plan(toy_model(3), cluster, JOB)
+    assert len(plan.devices) == 1
+    assert "devices" not in plan.decisions and plan.decisions["replicas"] == plan.decisions["stages"] == "1"
+
+
+def test_pins_are_obeyed_and_the_rest_is_searched() -> None:
+    model, cluster = toy_model(3), toy_cluster()
+    plan = make_plan(model, cluster, JOB, {"stages": 2, "schedule": "gpipe", "recompute": ("full",)})
+    assert (plan.decisions["stages"], plan.decisions["schedule"], plan.decisions["recompute"]) == ("2", "gpipe", "full")
+    free = make_plan(model, cluster, JOB)
+    assert free.prediction is not None and plan.prediction is not None
+    assert free.prediction.step_s <= plan.prediction.step_s
+
+
+def test_a_tensor_parallel_plan_can_be_pinned() -> None:
+    plan = make_plan(toy_model(3), toy_cluster(), JOB, {"shards": (1, 1), "sharding": "megatron-sp", "stages": 2})
+    assert {stage.sharding for stage in plan.stages} == {"megatron-sp"}
+    assert all(group.axes[1].shares == (1, 1) for group in plan.groups)
+    assert plan.edges[0].forward.sent == ("G0", "G1")
+
+
+def test_the_prediction_lists_runners_up_with_reasons() -> None:
+    plan = make_plan(toy_model(3), toy_cluster(), JOB, top=4)
+    assert plan.prediction is not None and len(plan.alternatives) >= 3
+    steps = [one.step_s for one in plan.alternatives[:3]]
+    assert steps == sorted(steps) and steps[0] >= plan.prediction.step_s
+    assert all("slower: " in one.reason or "as fast" in one.reason for one in plan.alternatives[:3])
+    assert plan.prediction.lower_bound_s <= plan.prediction.step_s
+    assert "compute of stage" in plan.prediction.binds
+    assert any("candidates" in note for note in plan.prediction.assumptions)
+
+
+def test_what_memory_rules_out_is_told() -> None:
+    plan = make_plan(toy_model(3), little_memory(), JOB)
+    assert plan.prediction is not None
+    misfits = [one for one in plan.alternatives if one.peak_bytes > one.limit_bytes]
+    assert misfits and all("does not fit: lane" in one.reason for one in misfits)
+    assert all(one.step_s < plan.prediction.step_s for one in misfits), "only what would have been faster is told"
+    assert "memory rules out" in plan.prediction.binds
+    assert all(lane.peak_bytes <= lane.limit_bytes for lane in plan.prediction.lanes)
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing_and_what_would_fit() -> None:
+    with pytest.raises(DoesNotFitError) as error:
+        make_plan(toy_model(6), little_memory(1, beyond=45_000), Job(batch=8, sequence=4))
+    text = str(error.value)
+    assert "are missing on each device of lane 0" in text and "lane 0 is device 0 (A100-80)" in text
+    assert "try: use 2 times as many devices like these" in text
+    grown = make_plan(toy_model(6), little_memory(2, beyond=45_000), Job(batch=8, sequence=4))
+    assert len(grown.devices) > 1, "and with them a plan fits"
+
+
+def test_the_suggested_change_really_fits() -> None:
+    job = Job(batch=2, sequence=4096)
+    cluster = little_memory(1, beyond=1_500_000)
+    with pytest.raises(DoesNotFitError, match=r"use --(batch 1|seq 2048|seq 1024)") as error:
+        make_plan(toy_model(1), cluster, job, {"devices": 1})
+    text = str(error.value)
+    changed = replace(job, batch=1) if "--batch 1" in text else replace(job, sequence=int(text.rsplit(" ", 1)[1]))
+    assert make_plan(toy_model(1), cluster, changed, {"devices": 1}).prediction is not None
+
+
+def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
+    with pytest.raises(DoesNotFitError, match="drop --fix stages: without it a plan fits"):
+        make_plan(toy_model(4), little_memory(4, beyond=500_000), JOB, {"stages": 1})
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"microbatches": 3}, "cannot be cut into this many equal microbatches"),
+        ({"replicas": (1,) * 3, "stages": 2}, "need more devices than the cluster has"),
+        ({"stages": 4, "cuts": (1, 2, 3), "replicas": (1, 1)}, "need more devices"),
+        ({"replicas": (1,) * 4, "microbatches": 4}, "fewer rows than there are replicas"),
+        ({"devices": 3, "replicas": (1, 1)}, "No plan obeys all these fixes"),
+    ],
+)
+def test_pins_that_leave_nothing_say_why(pins: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        make_plan(toy_model(3), toy_cluster(), JOB, pins)
+
+
+def test_more_stages_than_layers_is_told() -> None:
+    with pytest.raises(PlanError, match="more stages than layers"):
+        make_plan(toy_model(1), toy_cluster(1, 8), JOB, {"stages": 7})
+
+
+def test_a_batch_that_nothing_divides_still_gets_a_plan() -> None:
+    plan = make_plan(toy_model(3), toy_cluster(), Job(batch=7, sequence=64))
+    assert plan.order.microbatches in (1, 7)
+
+
+def test_mixed_devices_load_from_the_example() -> None:
+    cluster = load(__file__.rsplit("/tests/", 1)[0] + "/examples/clusters/mixed-kinds.json")
+    plan = make_plan(toy_model(3), cluster, JOB)
+    assert plan.prediction is not None and max(plan.devices) < 24
