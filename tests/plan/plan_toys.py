@@ -105,3 +105,73 @@ def toy_model(count: int = 4, *, tied: bool = False) -> Model:
 
 def toy_cluster(hosts: int = 1, devices: int = 4) -> Cluster:
     return parse_spec(f"{hosts}x{devices}xA100-80:25GB/s" if hosts > 1 else f"{devices}xA100-80")
+
+
+PATCHES, PATCH = 4, 12
+"""Patches of a picture, and numbers of a patch."""
+
+
+def pixels_graph() -> Graph:
+    """Patches of a picture to vectors."""
+    return Graph(
+        inputs=(Tensor(name="pixels", shape=("B", "T", PATCH), role="tokens"),),
+        outputs=("y",),
+        operators=(Operator(kind="linear", inputs=("pixels", "weight", ""), outputs=("y",)),),
+        parameters=(ParameterSpec(name="weight", shape=(WIDTH, PATCH)),),
+        tensors=(Tensor(name="y", shape=("B", "T", WIDTH)),),
+    )
+
+
+def seeing_embed_graph() -> Graph:
+    """Tokens to vectors; the two pictures of every row, made one vector, are added to each of them."""
+    seen = 2 * PATCHES * WIDTH
+    return Graph(
+        inputs=(
+            Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),
+            Tensor(name="pictures", shape=("2*B", PATCHES, WIDTH)),
+        ),
+        outputs=("y",),
+        operators=(
+            Operator(kind="embedding", inputs=("tokens", "weight"), outputs=("e",)),
+            Operator(kind="reshape", inputs=("pictures",), outputs=("flat",), attributes={"shape": ["B", 1, seen]}),
+            Operator(kind="linear", inputs=("flat", "project", ""), outputs=("p",)),
+            Operator(kind="add", inputs=("e", "p"), outputs=("y",)),
+        ),
+        parameters=(
+            ParameterSpec(name="weight", shape=(VOCABULARY, WIDTH)),
+            ParameterSpec(name="project", shape=(WIDTH, seen)),
+        ),
+        tensors=(
+            Tensor(name="e", shape=("B", "T", WIDTH)),
+            Tensor(name="flat", shape=("B", 1, seen)),
+            Tensor(name="p", shape=("B", 1, WIDTH)),
+            Tensor(name="y", shape=("B", "T", WIDTH)),
+        ),
+    )
+
+
+def seeing_model() -> Model:
+    """A vision module (pixels, one block) that feeds a language module; two pictures a row."""
+    vision = Module(
+        name="vision",
+        layers=(
+            Layer(name="vision.pixels", graph="pixels", parameters={"weight": "vision.pixels"}),
+            Layer(name="vision.block", graph="block", parameters={"up": "vision.up", "down": "vision.down"}),
+        ),
+        space="pictures",
+    )
+    plain = toy_module(2)
+    embed = Layer(name="embed", graph="seeing", parameters={"weight": "embed.weight", "project": "embed.project"})
+    language = Module(name="language", layers=(embed, *plain.layers[1:]))
+    return Model(
+        family="user",
+        config={"pictures": 2},
+        modules=(vision, language),
+        graphs={
+            "pixels": pixels_graph(),
+            "seeing": seeing_embed_graph(),
+            "block": block_graph(),
+            "head": head_graph(),
+            "loss": loss_graph(),
+        },
+    )
