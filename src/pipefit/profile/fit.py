@@ -17,11 +17,16 @@ from pipefit.profile.points import SMALLEST, Point
 
 Array = NDArray[np.float64]
 
+ODD = 0.03
+ROUNDS = 6
+"""Of reweighting."""
+
 
 def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: bool) -> ActionCurve:
     """The curve of one action through measured points; knots at every number of tokens where attention is small.
 
-    Minimises the sum of squares of (predicted - measured) / measured.
+    Minimises the sum of squares of (predicted - measured) / measured, with less weight on points that the others
+    contradict by more than `ODD` (Huber's weights): a disturbed measurement must not bend the curve.
     """
     from scipy.optimize import nnls
 
@@ -34,7 +39,11 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
     measured = np.asarray(seconds, dtype=np.float64)
     scale = np.maximum(columns.max(axis=0), 1e-300)
     matrix = columns / scale / measured[:, None]
-    weights = nnls(matrix, np.ones(len(points)), maxiter=50 * matrix.shape[1])[0] / scale
+    trust = np.ones(len(points))
+    for _ in range(ROUNDS):
+        weights = nnls(matrix * trust[:, None], trust, maxiter=50 * matrix.shape[1])[0]
+        trust = 1 / np.sqrt(np.maximum(1.0, np.abs(matrix @ weights - 1) / ODD))
+    weights = weights / scale
     parts = weights[: len(knots)]
     time_s = segments(knots, knots) @ parts
     return ActionCurve(

@@ -25,11 +25,11 @@ ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02
 """A visit repeats its actions until this much time has gone."""
 
-QUIET = 1.03
-"""A call that took longer than this many times its own processor time was interrupted by other work."""
+SETTLED = 0.04
+"""A point whose two fastest visits differ by more than this share is visited again."""
 
 Call = tuple[float, float]
-"""(seconds, seconds of them during which this process had a processor)."""
+"""(seconds, seconds of them during which this thread had a processor); equal on a GPU, where events are timed."""
 
 Visit = Mapping[str, Sequence[Call]]
 """Every call of one visit, by action."""
@@ -51,6 +51,10 @@ class Samples:
     subject: int
     point: Point
     visits: list[Visit] = field(default_factory=list)
+
+    def own_times(self, action: str) -> list[float]:
+        """`own_times` of this point."""
+        return own_times(self.visits, action)
 
 
 class LayerBench:
@@ -170,30 +174,45 @@ def survey(
     *,
     seed: int = 0,
     window_s: float = WINDOW_S,
+    again: int = 0,
     sync: Callable[[], None] = lambda: None,
+    agree: Callable[[list[int]], list[int]] = lambda places: places,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Visit every point `rounds` times in shuffled order, adding to its samples. `sync` is called before each visit:
-    processes that measure together wait for each other there."""
+    """Visit every point `rounds` times in shuffled order, adding to its samples; then up to `again` more rounds over
+    the points that did not come out the same twice.
+
+    Processes that measure together wait for each other in `sync`, before each visit, and take from `agree` one
+    process's list of such points.
+    """
     order = random.Random(seed)
-    total = rounds * len(samples)
-    for turn in range(rounds):
-        places = list(range(len(samples)))
+    for turn in range(rounds + again):
+        places = list(range(len(samples))) if turn < rounds else agree(unsettled(samples))
         order.shuffle(places)
-        for done, place in enumerate(places, turn * len(samples)):
+        for done, place in enumerate(places, 1):
             sync()
             sample = samples[place]
             sample.visits.append(benches[sample.subject].visit(sample.point, window_s))
-            progress(done + 1, total)
+            if turn < rounds:
+                progress(turn * len(samples) + done, rounds * len(samples))
+
+
+def unsettled(samples: Sequence[Samples]) -> list[int]:
+    """Places of the points whose two fastest visits differ by more than `SETTLED` in some action."""
+    return [
+        place
+        for place, sample in enumerate(samples)
+        if any(len(each) < 2 or each[1] > each[0] * (1 + SETTLED) for each in map(sample.own_times, ACTIONS))
+    ]
 
 
 def typical(visits: Sequence[Visit], crowded: bool) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds, spread) by action, of one point.
 
-    Calls that other work interrupted are left out where enough others remain; a visit counts with the median of its
-    calls and the point with its fastest visit, because a disturbance only ever adds. Where more
-    processes compute than there are cores (`crowded`), waiting for a core is part of the work: a visit counts with
-    its mean, the point with the median of its visits.
+    A call counts with the time during which it had a processor, so that other work on the machine that interrupts it
+    is left out; a visit with the median of its calls, the point with its fastest visit, because a disturbance only
+    ever adds. Where more of our processes compute than there are cores (`crowded`), waiting for a core is part of the
+    work: a call counts with all its time, a visit with its mean, the point with the median of its visits.
     """
     seconds, spread = {}, {}
     for action in ACTIONS:
@@ -201,12 +220,15 @@ def typical(visits: Sequence[Visit], crowded: bool) -> tuple[dict[str, float], d
             each = sorted(statistics.fmean(call[0] for call in visit[action]) for visit in visits)
             seconds[action] = statistics.median(each)
         else:
-            quiet = [[wall for wall, own in visit[action] if wall <= QUIET * own + 1e-5] for visit in visits]
-            each = sorted(statistics.median(calls) for calls in quiet if calls)
-            each = each or sorted(min(call[0] for call in visit[action]) for visit in visits)
+            each = own_times(visits, action)
             seconds[action] = each[0]
         spread[action] = (each[-1] - each[0]) / each[0]
     return seconds, spread
+
+
+def own_times(visits: Sequence[Visit], action: str) -> list[float]:
+    """The median of the calls of each visit, without the time that other work took, ascending."""
+    return sorted(statistics.median(min(call) for call in visit[action]) for visit in visits)
 
 
 def overhead(subject: Subject, device: torch.device, rounds: int) -> dict[str, float]:

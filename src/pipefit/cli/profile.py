@@ -1,0 +1,154 @@
+"""`pipefit profile`: measure the machines, or read what other tools measured, and write a cluster file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipefit.errors import ClusterError, PipefitError, RunError
+
+
+def command(
+    files: Annotated[list[str] | None, typer.Argument(help="With --from: files (or a node list) to read.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The cluster file to write.")] = Path("cluster.json"),
+    local: int = typer.Option(0, help="Start this many processes on this machine and measure them as one host."),
+    model: Annotated[
+        list[str] | None, typer.Option(help="Measure the layers of this model too; repeatable. A name or directory.")
+    ] = None,
+    sequence: int = typer.Option(1024, help="Tokens of the longest sequence that layers are measured at."),
+    tokens: int = typer.Option(0, help="Tokens of the largest microbatch on one device; 0: eight sequences."),
+    dtype: str = typer.Option("", help="Of the layers: float32, bfloat16 or float64; empty: by the device."),
+    name: str = typer.Option("", help="Name of the cluster; empty: that of the file."),
+    rails: int = typer.Option(1, help="Networks between the hosts; a host's devices take them in turn."),
+    rounds: int = typer.Option(5, help="Repetitions of every measured layer."),
+    link_rounds: int = typer.Option(3, help="Repetitions of every measured link."),
+    quick: bool = typer.Option(False, "--quick", help="Fewer repetitions and sizes: a first look."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    timeout: float = typer.Option(60.0, help="Seconds without an answer after which a host has failed."),
+    source: str = typer.Option("", "--from", help="Read another tool's output instead of measuring: see the docs."),
+    devices: str = typer.Option("", help="With --from, where the files do not say: devices of a host, such as 8xH100."),
+    network: str = typer.Option("", help="With --from, where the files do not say: bandwidth of a host, 200Gbit/s."),
+    as_json: bool = typer.Option(False, "--json", help="Print the cluster as JSON as well."),
+) -> None:
+    """Measure hosts, links and layers, and write a cluster file: alone, with --local N, or under torchrun."""
+    from pipefit.codec import dump_text
+
+    if source:
+        from pipefit.cluster.files import save
+        from pipefit.cluster.readers import read_cluster
+
+        cluster = read_cluster(source, files or [], devices=devices, network=network)
+        save(cluster, output)
+        _finish(cluster, output, as_json, dump_text)
+        return
+    _check(files, local, sequence, rounds, link_rounds, dtype)
+    from pipefit.run.launch import run_local
+    from pipefit.run.setup import under_torchrun
+
+    if local > 1 and not under_torchrun():
+        try:
+            code = run_local(local, sys.argv[1:])
+        except RunError as error:
+            raise _died(error, output) from None
+        if code:
+            sys.exit(code)
+        return
+    _measure(
+        output, model or [], sequence, tokens, dtype, name, rails, rounds, link_rounds, quick, device, timeout, as_json
+    )
+
+
+def _measure(
+    output: Path, model: list[str], sequence: int, tokens: int, dtype: str, name: str, rails: int, rounds: int,
+    link_rounds: int, quick: bool, device: str, timeout: float, as_json: bool,
+) -> None:  # fmt: skip
+    """As one rank. Only rank 0 prints: the others leave with the same code."""
+    import os
+
+    from pipefit.codec import dump_text
+    from pipefit.profile.links import SIZES
+    from pipefit.profile.session import ProfileConfig, run
+
+    config = ProfileConfig(
+        output=output, name=name, models=tuple(model), sequence=sequence, tokens=tokens, dtype=dtype, rails=rails,
+        layer_rounds=2 if quick else rounds, link_rounds=2 if quick else link_rounds,
+        sizes_bytes=SIZES[:4] if quick else SIZES, device=device, timeout_s=timeout,
+    )  # fmt: skip
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        cluster = run(config, Progress())
+    except PipefitError as error:
+        if first or (isinstance(error, RunError) and "Rank 0" in error.what):
+            raise
+        sys.exit(2)
+    if first:
+        _finish(cluster, output, as_json, dump_text)
+
+
+class Progress:
+    """One line that is written over on a terminal; elsewhere a line for every phase and every quarter of it."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self._last = ("", -1)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        text = f"[{time.monotonic() - self.started:5.0f} s] {what}: {done} of {total}"
+        if sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\r{text:<76}", end=end, file=sys.stderr, flush=True)
+            return
+        quarter = 4 * done // max(1, total)
+        if (what, quarter) != self._last:
+            print(text, file=sys.stderr, flush=True)
+            self._last = (what, quarter)
+
+
+def _check(files: list[str] | None, local: int, sequence: int, rounds: int, link_rounds: int, dtype: str) -> None:
+    if files:
+        raise PipefitError(
+            "Files are read only with --from.",
+            where="pipefit profile",
+            seen=" ".join(files),
+            next_step=f"say what they are, for example --from nccl-tests {files[0]}",
+        )
+    for option, value, least in (
+        ("--local", local, 0),
+        ("--sequence", sequence, 16),
+        ("--rounds", rounds, 1),
+        ("--link-rounds", link_rounds, 1),
+    ):
+        if value < least:
+            raise PipefitError("The number is too small.", where=option, seen=value, allowed=f"{least} or more")
+    if dtype not in ("", "float32", "bfloat16", "float64"):
+        raise PipefitError(
+            "The dtype is unknown.", where="--dtype", seen=repr(dtype), allowed="float32, bfloat16, float64"
+        )
+
+
+def _died(error: RunError, output: Path) -> ClusterError:
+    from pipefit.profile.partial import partial_path
+
+    partial = partial_path(output)
+    kept = f"; what was measured is in {partial}" if partial.exists() else "; nothing was measured yet"
+    return ClusterError(
+        "This machine failed while it was measured: one of its processes died.",
+        where=error.where,
+        seen=f"{error.seen}{kept}",
+        next_step="SIGKILL often means that the system ran out of memory: measure fewer processes, or --tokens fewer",
+    )
+
+
+def _finish(cluster, output: Path, as_json: bool, dump_text) -> None:  # type: ignore[no-untyped-def]
+    from pipefit.profile.summary import summary
+
+    if as_json:
+        print(json.dumps(json.loads(dump_text(cluster))))
+        return
+    print(summary(cluster))
+    print(f"written to {output}")

@@ -1,0 +1,257 @@
+"""From what was measured to a cluster: hosts, device kinds, link classes, rails. Pure; says which link is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LinkCurve, Measured, MemoryFact, RailCurve
+from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.errors import ClusterError
+from pipefit.profile.facts import Member, Rates
+from pipefit.profile.links import LinkSample, PairTimes, latency_and_bandwidth, pair_times
+
+ALIKE = 0.25
+"""Hosts whose inner links differ by less than this share belong to one link class."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """All of one profile, phase by phase."""
+
+    members: list[Member]
+    inside: list[LinkSample] = field(default_factory=list)
+    rails: dict[str, list[LinkSample]] = field(default_factory=dict)
+    "By rail; between the ranks that stand for their hosts."
+    rates: dict[str, Rates] = field(default_factory=dict)
+    "By kind."
+    layers: list[LayerCurve] = field(default_factory=list)
+    overhead_s: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    collectives: list[CollectiveCurve] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def host_ranks(members: Sequence[Member]) -> dict[str, list[int]]:
+    """Ranks of every host, in the order of the hosts' first ranks. Ranks of a host must follow each other."""
+    hosts: dict[str, list[int]] = {}
+    for member in members:
+        hosts.setdefault(member.host, []).append(member.rank)
+    for name, ranks in hosts.items():
+        if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            raise ClusterError(
+                "The ranks of one host do not follow each other.",
+                where=f"host {name}",
+                seen=f"ranks {', '.join(map(str, ranks))}",
+                next_step="start one torchrun per host, or give every host its own name in PIPEFIT_HOST",
+            )
+        kinds = {member.kind for member in members if member.host == name}
+        if len(kinds) > 1:
+            raise ClusterError(
+                "One host has several kinds of devices.",
+                where=f"host {name}",
+                seen=", ".join(sorted(kinds)),
+                next_step="show each launch only devices of one kind, with CUDA_VISIBLE_DEVICES",
+            )
+    return hosts
+
+
+def check_same_software(members: Sequence[Member]) -> None:
+    """All ranks run the same software; ClusterError names the host that does not."""
+    first = members[0]
+    for member in members:
+        for key in ("pipefit", "python", "torch", "cuda"):
+            if member.environment.get(key) != first.environment.get(key):
+                raise ClusterError(
+                    "The hosts run different software.",
+                    where=f"host {member.host} (rank {member.rank})",
+                    seen=f"{key} {member.environment.get(key) or 'none'}",
+                    allowed=f"{key} {first.environment.get(key) or 'none'}, as on host {first.host}",
+                    next_step="install the same versions on all hosts",
+                )
+
+
+def assemble(findings: Findings, name: str, when: str, seconds: float) -> Cluster:
+    """The cluster. Raises ClusterError where a link between hosts could not be measured."""
+    members = findings.members
+    hosts = host_ranks(members)
+    kind_names = short_kinds(members)
+    provenance = Provenance(
+        source="measured", when=when, where=", ".join(hosts), environment=dict(members[0].environment)
+    )
+    classes, links, link_curves = _link_classes(findings, hosts, kind_names)
+    rails, rail_curves = _rails(findings, hosts)
+    measured = Measured(
+        layers=tuple(findings.layers),
+        links=link_curves,
+        rails=rail_curves,
+        collectives=tuple(findings.collectives),
+        overhead_s=dict(findings.overhead_s),
+        memory={
+            kind_names[m.kind]: MemoryFact(total_bytes=m.total_bytes, process_bytes=m.process_bytes) for m in members
+        },
+        notes=tuple(findings.notes),
+        seconds=round(seconds, 1),
+    )
+    return Cluster(
+        name=name,
+        kinds=_kinds(findings, kind_names, provenance),
+        links=links,
+        hosts=tuple(
+            Host(name=host, kind=kind_names[members[ranks[0]].kind], devices=len(ranks), link=classes[host])
+            for host, ranks in hosts.items()
+        ),
+        rails=rails,
+        provenance=provenance,
+        measured=measured,
+    )
+
+
+def short_kinds(members: Sequence[Member]) -> dict[str, str]:
+    """Key of each kind in the cluster file: `cpu` for the only kind of processor, else its words joined by `-`."""
+    kinds = list(dict.fromkeys(member.kind for member in members))
+    processors = [kind for kind in kinds if kind.startswith("cpu ")]
+    short = {kind: "-".join(kind.replace("NVIDIA", "").split()) or kind for kind in kinds}
+    return short | ({processors[0]: "cpu"} if len(processors) == 1 else {})
+
+
+def _kinds(findings: Findings, names: Mapping[str, str], provenance: Provenance) -> dict[str, DeviceKind]:
+    result = {}
+    for member in findings.members:
+        name = names[member.kind]
+        if name in result:
+            continue
+        rates = findings.rates[name]
+        result[name] = DeviceKind(
+            name=name,
+            memory_bytes=member.total_bytes - member.process_bytes,
+            peak_flops_per_s=dict(rates.flops_per_s),
+            memory_bandwidth_bytes_per_s=rates.memory_bandwidth_bytes_per_s,
+            efficiency=1.0,
+            overhead_s=rates.operator_s,
+            provenance=Provenance(
+                source="measured",
+                when=provenance.when,
+                where=f"{member.kind}: the rate of large matrix products with all {member.local_size} processes of "
+                f"{member.host} at work, {member.cores} cores",
+            ),
+        )
+    return result
+
+
+def _link_classes(
+    findings: Findings, hosts: Mapping[str, Sequence[int]], kinds: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, Link], dict[str, LinkCurve]]:
+    """(class of every host, links, curves). Hosts of one kind with like links share a class."""
+    times = {host: pair_times(_among(findings.inside, ranks), ranks) for host, ranks in hosts.items() if len(ranks) > 1}
+    for host, each in times.items():
+        _require(each, [f"device {i} of {host}" for i in range(len(hosts[host]))], "inside the host")
+    groups: list[tuple[str, list[str]]] = []
+    for host, each in times.items():
+        kind = kinds[findings.members[hosts[host][0]].kind]
+        for other_kind, group in groups:
+            largest_s = _over_pairs(times[group[0]])[-1]
+            if kind == other_kind and abs(_over_pairs(each)[-1] - largest_s) < ALIKE * largest_s:
+                group.append(host)
+                break
+        else:
+            groups.append((kind, [host]))
+    classes = dict.fromkeys(hosts, "inside")
+    links, curves = {}, {}
+    for kind, group in groups:
+        alone = sum(other == kind for other, _ in groups) == 1
+        name = "inside" if len(groups) == 1 else f"inside-{kind}" if alone else f"inside-{group[0]}"
+        classes |= dict.fromkeys(group, name)
+        links[name], curves[name] = _link_class([times[host] for host in group])
+    return classes, links, curves
+
+
+def _link_class(each: Sequence[PairTimes]) -> tuple[Link, LinkCurve]:
+    time_s = np.median(np.stack([_over_pairs(times) for times in each]), axis=0)
+    pairs = np.concatenate([_pairs(times, times.time_s) for times in each], axis=1)
+    spread = np.median(np.concatenate([_pairs(times, times.spread) for times in each], axis=1), axis=1)
+    same = float(np.median(np.concatenate([_pairs(times, times.repeatability[None])[0] for times in each])))
+    latency_s, bandwidth = latency_and_bandwidth(each[0].sizes_bytes, time_s)
+    between = (pairs.max(axis=1) - pairs.min(axis=1)) / time_s
+    curve = LinkCurve(
+        sizes_bytes=each[0].sizes_bytes,
+        time_s=_floats(time_s),
+        spread=_floats(spread),
+        between_pairs=_floats(between),
+        pairs=pairs.shape[1],
+    )
+    return Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, repeatability=same), curve
+
+
+def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tuple[Rail, ...], dict[str, RailCurve]]:
+    rails, curves = [], {}
+    for place, (name, samples) in enumerate(findings.rails.items()):
+        ranks = [members[min(place, len(members) - 1)] for members in hosts.values()]
+        times = pair_times(samples, ranks)
+        _require(times, list(hosts), f"on rail {name}")
+        count = len(ranks)
+        fits = {
+            (a, b): latency_and_bandwidth(times.sizes_bytes, times.time_s[:, a, b])
+            for a in range(count)
+            for b in range(count)
+            if a != b
+        }
+        most = max(bandwidth for _, bandwidth in fits.values())
+        rails.append(
+            Rail(
+                name=name,
+                latency_s=tuple(tuple(fits.get((a, b), (0.0, 0.0))[0] for b in range(count)) for a in range(count)),
+                bandwidth_bytes_per_s=tuple(
+                    tuple(fits.get((a, b), (0.0, most))[1] for b in range(count)) for a in range(count)
+                ),
+                repeatability=_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
+            )
+        )
+        curves[name] = RailCurve(
+            sizes_bytes=times.sizes_bytes,
+            time_s=tuple(_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
+            spread=tuple(_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
+        )
+    return tuple(rails), curves
+
+
+def _require(times: PairTimes, names: Sequence[str], where: str) -> None:
+    count = len(names)
+    missing = [
+        f"{names[a]} -> {names[b]}"
+        for a in range(count)
+        for b in range(count)
+        if a != b and np.isnan(times.time_s[:, a, b]).any()
+    ]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise ClusterError(
+            f"These links could not be measured: {', '.join(missing[:4])}{more}.",
+            where=where,
+            next_step="look whether a firewall or a wrong network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) "
+            "keeps the hosts apart",
+        )
+
+
+def _among(samples: Sequence[LinkSample], ranks: Sequence[int]) -> list[LinkSample]:
+    inside = set(ranks)
+    return [sample for sample in samples if sample.source in inside and sample.target in inside]
+
+
+def _over_pairs(times: PairTimes) -> np.ndarray:  # type: ignore[type-arg]
+    return np.median(_pairs(times, times.time_s), axis=1)
+
+
+def _pairs(times: PairTimes, values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    """[size, pair] of an array [size, source, target], without the diagonal."""
+    apart = ~np.eye(len(times.members), dtype=bool)
+    return values[:, apart]
+
+
+def _floats(values: Sequence[float] | np.ndarray) -> tuple[float, ...]:  # type: ignore[type-arg]
+    return tuple(float(value) for value in values)
+
+
+def _matrix(values: np.ndarray) -> tuple[tuple[float, ...], ...]:  # type: ignore[type-arg]
+    return tuple(_floats(row) for row in values)

@@ -1,0 +1,95 @@
+"""From measurements to constants of formulas: what a collective costs beside a ring over its links, and the share of
+the peak that layers reach. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipefit.cluster.measured import CollectiveCurve, LayerCurve
+from pipefit.cluster.types import Cluster, DeviceKind
+from pipefit.cost.curves import layer_times, signature
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import Place, Roofline
+from pipefit.model.graph import Graph
+
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""Passes round the ring, of (devices - 1) steps each (Thakur, Rabenseifner and Gropp 2005)."""
+
+LEAST = 1e-3
+"""A factor below this is a measurement that saw no cost at all; factors are averaged as logarithms."""
+
+
+def collective_curve(
+    cluster: Cluster,
+    operation: str,
+    devices: Sequence[int],
+    sizes_bytes: Sequence[int],
+    time_s: Sequence[float],
+    spread: Sequence[float],
+) -> CollectiveCurve:
+    """The curve of one collective, with its factors against a ring over the links of `cluster` between `devices`.
+
+    Fits time = steps (a + bytes / n b) on relative errors; the factors are a / latency and b x bandwidth of the ring.
+    """
+    from scipy.optimize import nnls
+
+    ring = Network(cluster).rings([tuple(devices)])
+    count = len(devices)
+    steps = PASSES[operation] * (count - 1)
+    times = np.asarray(time_s, dtype=np.float64)
+    columns = np.stack(
+        [
+            np.full(len(times), steps * ring.latency_s),
+            steps * np.asarray(sizes_bytes, dtype=np.float64) / count * ring.s_per_byte,
+        ],
+        axis=-1,
+    )
+    latency, bandwidth = nnls(columns / times[:, None], np.ones(len(times)))[0]
+    return CollectiveCurve(
+        operation=operation,
+        devices=tuple(devices),
+        sizes_bytes=tuple(sizes_bytes),
+        time_s=tuple(time_s),
+        spread=tuple(spread),
+        latency_factor=max(LEAST, float(latency)),
+        bandwidth_factor=max(LEAST, float(bandwidth)),
+    )
+
+
+def efficiency(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> float:
+    """The share of the measured peak with which the roofline meets the measured layers of this kind best.
+
+    The median over layers, each at its largest whole microbatch and with all processes at work; 1 where no layer with
+    matrix products was measured.
+    """
+    known: Mapping[str, Graph] = {signature(graph): graph for graph in graphs if _has_products(graph)}
+    own = [curve for curve in layers if curve.kind == kind.name and curve.signature in known]
+    setting = max((curve.processes for curve in own), default=1)
+    found = [_best_share(kind, known[curve.signature], curve) for curve in own if curve.processes == setting]
+    return float(np.median(found)) if found else 1.0
+
+
+def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
+    point = max((point for point in curve.points if not point.past), key=lambda point: point.rows * point.tokens)
+    measured = layer_times(curve, point.rows, point.tokens)
+    whole_s = measured.forward_s + measured.fused_s
+    shares = np.geomspace(0.02, 1.0, 60)
+
+    def miss(share: float) -> float:
+        guess = Roofline().layer(
+            graph,
+            Place(point.rows, point.tokens, 0, point.tokens),
+            replace(kind, efficiency=share),
+            curve.dtype,  # type: ignore[arg-type]
+            "none",
+        )
+        return float(abs(np.log((guess.forward_s + guess.input_s + guess.weight_s) / whole_s)))
+
+    return float(min(shares, key=miss))
+
+
+def _has_products(graph: Graph) -> bool:
+    return any(operator.kind in ("linear", "matmul") for operator in graph.operators)

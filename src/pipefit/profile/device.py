@@ -1,0 +1,86 @@
+"""What one device is and does by itself: name, memory, the rate of large matrix products, memory bandwidth, and the
+time that issuing one operator costs. These make the device kind, so that the roofline of unmeasured layers is
+founded on measurements too.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+
+from pipefit.cluster.spec import local
+from pipefit.profile.environment import cpu_model, fingerprint
+from pipefit.profile.facts import DTYPES, Member, Rates
+
+_SIZE = {"cpu": 768, "cuda": 8192}
+"""Rows and columns of the matrices whose product is timed."""
+
+
+def introduce(rank: int, local_rank: int, local_size: int, device: torch.device) -> Member:
+    """This rank. `PIPEFIT_HOST` and `PIPEFIT_DEVICE_KIND` override the host's name and the kind of device."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        torch.zeros(1, device=device)
+        kind, used = torch.cuda.get_device_name(device), total - free
+        total = int(total)
+    else:
+        kind, total = f"cpu {cpu_model()}", local(local_size).kinds["cpu"].memory_bytes
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Member(
+        rank=rank,
+        host=os.environ.get("PIPEFIT_HOST") or _host_name(),
+        local_rank=local_rank,
+        local_size=local_size,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        kind=os.environ.get("PIPEFIT_DEVICE_KIND") or kind,
+        total_bytes=total,
+        process_bytes=int(used),
+        environment=fingerprint(),
+    )
+
+
+def rates(device: torch.device, repeats: int = 5) -> Rates:
+    """Time matrix products, a copy and small operators: the best of a few repetitions each."""
+    size = _SIZE[device.type]
+    flops: dict[str, float] = {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        flops[name] = 2 * size**3 / _best(lambda a=a, b=b: a @ b, device, repeats)  # type: ignore[misc]
+    source = torch.zeros(64 * 2**20 // (1 if device.type == "cuda" else 4), dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() * 4 / _best(lambda: target.copy_(source), device, repeats)
+    small = torch.zeros(16, device=device)
+
+    def many() -> None:
+        for _ in range(200):
+            small.add_(1.0)
+
+    return Rates(
+        flops_per_s=flops,
+        memory_bandwidth_bytes_per_s=bandwidth,
+        operator_s=_best(many, device, repeats) / 200,
+    )
+
+
+def _best(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _host_name() -> str:
+    import socket
+
+    node = os.environ.get("GROUP_RANK", "")
+    several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+    return f"{socket.gethostname()}-{node}" if node and several else socket.gethostname()

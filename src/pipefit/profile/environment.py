@@ -1,0 +1,115 @@
+"""The fingerprint of the software and the machine that a profile was made with, and the check before it is used.
+
+Nothing here imports torch: versions come from the installed packages' own files, so that a planner on another
+machine can look too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipefit import __version__
+from pipefit.cluster.types import Cluster
+from pipefit.errors import ClusterError
+
+SOFTWARE = ("pipefit", "python", "torch", "cuda", "driver")
+HARDWARE = ("cpu", "device")
+
+
+def fingerprint() -> dict[str, str]:
+    """What runs here. Keys of `SOFTWARE` and `HARDWARE`, `threads` and `os`; '' or absent is unknown or not there."""
+    found = {
+        "pipefit": __version__,
+        "python": platform.python_version(),
+        "torch": _package("torch"),
+        "cuda": _cuda_version(),
+        "driver": _match(r"Module\s+(\d[\d.]*)", _read("/proc/driver/nvidia/version")),
+        "cpu": cpu_model(),
+        "device": gpu_model(),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "os": f"{platform.system()} {platform.release()}",
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def check_environment(
+    cluster: Cluster, *, allow: bool = False, here: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Compare the machine and software that `cluster` was measured with against those `here` (default: found now).
+
+    Returns the differences in words. Raises ClusterError naming them, unless `allow`. A cluster from data sheets, or
+    one without a fingerprint, has nothing to compare and passes.
+    """
+    then = cluster.provenance.environment
+    if cluster.provenance.source != "measured" or not then:
+        return ()
+    now = fingerprint() if here is None else here
+    software = _differences(then, now, SOFTWARE)
+    hardware = _differences(then, now, HARDWARE)
+    if (software or hardware) and not allow:
+        what = "other software than is running now" if software else "another machine than this one"
+        raise ClusterError(
+            f"The cluster was measured with {what}.",
+            where=f"cluster {cluster.name!r}, measured {cluster.provenance.when or 'at an unknown time'}",
+            seen="; ".join((*software, *hardware)),
+            allowed="the versions that it was measured with",
+            next_step="measure again with pipefit profile, or accept the differences with --allow-other-environment",
+        )
+    return (*software, *hardware)
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    model = _match(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+    return model or platform.processor() or platform.machine()
+
+
+def gpu_model() -> str:
+    """The name of the first NVIDIA GPU, '' without one."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        name = _match(r"Model:\s*(.+)", _read(str(path)))
+        if name:
+            return name
+    return ""
+
+
+def _differences(then: Mapping[str, str], now: Mapping[str, str], keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(
+        f"{key} {then.get(key) or 'none'} then, {now.get(key) or 'none'} now"
+        for key in keys
+        if then.get(key, "") != now.get(key, "")
+    )
+
+
+def _package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cuda_version() -> str:
+    """The CUDA version that torch was built with, from its version file; '' for a CPU build."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    text = _read(str(Path(spec.submodule_search_locations[0]) / "version.py"))
+    return _match(r"^cuda[^=\n]*=\s*['\"]([\d.]+)['\"]", text)
+
+
+def _match(pattern: str, text: str) -> str:
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,47 @@
+"""What ranks tell about themselves and their devices: plain data, without torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank, as it introduces itself to the others."""
+
+    rank: int
+    host: str
+    local_rank: int
+    local_size: int
+    cores: int
+    "That this process may run on."
+    kind: str
+    "Name of its kind of device."
+    total_bytes: int
+    process_bytes: int
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device reaches."""
+
+    flops_per_s: Mapping[str, float]
+    "Of large matrix products, by dtype."
+    memory_bandwidth_bytes_per_s: float
+    "Bytes read and written by a copy."
+    operator_s: float
+    "Issuing one small operator."
+
+
+def middle_rates(each: Sequence[Rates]) -> Rates:
+    """The median of several devices of one kind."""
+    return Rates(
+        flops_per_s={name: statistics.median(r.flops_per_s[name] for r in each) for name in DTYPES},
+        memory_bandwidth_bytes_per_s=statistics.median(r.memory_bandwidth_bytes_per_s for r in each),
+        operator_s=statistics.median(r.operator_s for r in each),
+    )

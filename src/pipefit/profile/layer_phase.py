@@ -1,0 +1,210 @@
+"""The layers' part of a profile: curves of the layers of the models that were asked for, once per kind of device.
+
+The first host of each kind measures: one of its processes alone first, then all of them at the same time, at the
+same points, as they will compute in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pipefit.cluster.measured import LayerCurve, LayerPoint
+from pipefit.codec import from_data, to_data
+from pipefit.cost.curves import signature
+from pipefit.errors import ModelError, PipefitError
+from pipefit.model.graph import Graph
+from pipefit.profile.board import Board
+from pipefit.profile.fit import fit_layer
+from pipefit.profile.layers import LayerBench, Samples, Subject, is_chain, overhead, survey, typical
+from pipefit.profile.points import Point, first_points, refined
+
+if TYPE_CHECKING:
+    from pipefit.profile.session import Session
+
+LAYERS_S = 3600.0
+"""How long ranks wait for the ones that measure layers."""
+
+
+def measure_layers(session: Session) -> list[Graph]:
+    """Fill in the session's layer curves and overheads; the graphs that were measured."""
+    subjects = _subjects(session)
+    if not subjects:
+        session.found.notes.append("no layers were measured: layer times come from the roofline of measured rates")
+        return []
+    hosts: dict[str, str] = {}
+    for member in session.members:
+        hosts.setdefault(session.kinds[member.kind], member.host)
+    for kind, host in hosts.items():
+        _kind(session, kind, session.hosts[host], subjects)
+    return [subject.graph for subject in subjects]
+
+
+def _subjects(session: Session) -> list[Subject]:
+    """Distinct layers of the models. Rank 0 captures them; all get them, or its error, from it."""
+    config = session.config
+    dtype = config.dtype or ("bfloat16" if session.device.type == "cuda" else "float32")
+    answer: dict[str, Any] = {"subjects": [], "skipped": []}
+    if session.rank == 0 and config.models:
+        session.show("models", 0, 1)
+        try:
+            found, answer["skipped"] = subjects_of(config.models, dtype)
+            answer["subjects"] = [to_data(subject) for subject in found]
+        except PipefitError as error:
+            answer["error"] = [error.what, error.where, str(error.seen), error.allowed, error.next_step]
+    answer = session.board.gather(answer, LAYERS_S)[0]
+    if "error" in answer:
+        what, where, seen, allowed, next_step = answer["error"]
+        raise ModelError(what, where=where, seen=seen, allowed=allowed, next_step=next_step)
+    session.found.notes += [f"layer {name} was not measured: it is opaque" for name in answer["skipped"]]
+    return [from_data(Subject, item, "layer") for item in answer["subjects"]]
+
+
+def _kind(session: Session, kind: str, ranks: Sequence[int], subjects: Sequence[Subject]) -> None:
+    lead = ranks[0]
+    benches = [LayerBench(subject, session.device) for subject in subjects] if session.rank in ranks else []
+    points: list[list[Any]] = []
+    costs: dict[str, float] = {}
+    curves: list[LayerCurve] = []
+    if session.rank == lead:
+        chains = [subject for subject in subjects if is_chain(subject.graph)]
+        costs = overhead(chains[0], session.device, session.config.layer_rounds) if chains else {}
+        samples = _alone(session, subjects, benches)
+        points = [[sample.subject, *sample.point] for sample in samples]
+        curves = _curves(kind, subjects, samples, costs, 1, crowded=False)
+    answer = session.board.gather({"points": points, "overhead": costs}, LAYERS_S)[lead]
+    session.require_all("layers")
+    if len(ranks) > 1:
+        samples = [Samples(subject, Point(*point)) for subject, *point in answer["points"]]
+        crowded = len(ranks) > session.members[lead].cores and session.device.type != "cuda"
+        if session.rank in ranks:
+            _together(session, kind, ranks, benches, samples, crowded)
+        if session.rank == lead:
+            curves += _curves(kind, subjects, samples, answer["overhead"], len(ranks), crowded=crowded)
+    told = session.board.gather([to_data(curve) for curve in curves], LAYERS_S)[lead]
+    session.require_all("layers")
+    session.found.layers += [from_data(LayerCurve, item, "layer curve") for item in told]
+    if answer["overhead"]:
+        session.found.overhead_s[kind] = answer["overhead"]
+    session.keep("layers", force=True)
+
+
+def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[LayerBench]) -> list[Samples]:
+    """One process of the host computes; points around the knee are added after a first look."""
+    config = session.config
+    most = config.tokens or 8 * config.sequence
+    samples = [
+        Samples(index, point)
+        for index, subject in enumerate(subjects)
+        for point in first_points(subject.graph, config.sequence, most)
+    ]
+    survey(benches, samples, 1)
+    for sample in samples:
+        sample.visits.clear()
+    survey(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
+    for index in range(len(subjects)):
+        own = [sample for sample in samples if sample.subject == index]
+        whole_s = [sum(typical(sample.visits, False)[0].values()) for sample in own]
+        added = refined([sample.point for sample in own], whole_s, config.sequence)
+        samples += [Samples(index, point) for point in added]
+    survey(
+        benches,
+        samples,
+        config.layer_rounds,
+        seed=1,
+        again=config.layer_rounds,
+        progress=lambda done, total: session.show("layers, alone", done, total),
+    )
+    return samples
+
+
+def _together(
+    session: Session,
+    kind: str,
+    ranks: Sequence[int],
+    benches: Sequence[LayerBench],
+    samples: Sequence[Samples],
+    crowded: bool,
+) -> None:
+    """All processes of the host compute the same points at the same time. The first round warms up."""
+    store = dist.PrefixStore(f"together/{kind}", session.board.store)
+    meet = Board(store, ranks.index(session.rank), range(len(ranks)), session.config.timeout_s)
+    survey(
+        benches,
+        samples,
+        session.config.layer_rounds + 1,
+        again=0 if crowded else session.config.layer_rounds,
+        sync=meet.barrier,
+        agree=lambda places: list(meet.gather(places)[0]),
+        progress=lambda done, total: session.show("layers, all processes together", done, total),
+    )
+    for sample in samples:
+        del sample.visits[0]
+
+
+def _curves(
+    kind: str,
+    subjects: Sequence[Subject],
+    samples: Sequence[Samples],
+    costs: Mapping[str, float],
+    processes: int,
+    *,
+    crowded: bool,
+) -> list[LayerCurve]:
+    return [
+        layer_curve(subject, [s for s in samples if s.subject == index], kind, costs, processes, crowded=crowded)
+        for index, subject in enumerate(subjects)
+    ]
+
+
+def subjects_of(models: Sequence[str], dtype: str) -> tuple[list[Subject], list[str]]:
+    """(distinct layers of the models, names of opaque ones). ModelError for a model that is not known."""
+    from pipefit.model.registry import open_model
+
+    found: dict[str, Subject] = {}
+    skipped = []
+    for source in models:
+        model = open_model(source)
+        for layer in model.layers:
+            graph = model.layer_graph(layer)
+            if any(operator.kind == "opaque" for operator in graph.operators):
+                skipped.append(f"{layer.name} of {source}")
+                continue
+            found.setdefault(signature(graph), Subject(graph, f"{layer.name} of {source}", dtype))
+    return list(found.values()), skipped
+
+
+def layer_curve(
+    subject: Subject,
+    samples: Sequence[Samples],
+    kind: str,
+    costs: Mapping[str, float],
+    processes: int,
+    *,
+    crowded: bool,
+) -> LayerCurve:
+    """The curves of one layer, from its samples less the overhead of an action."""
+    points = [sample.point for sample in samples]
+    seen = [typical(sample.visits, crowded) for sample in samples]
+    net = [
+        {action: max(time_s - costs.get(action, 0.0), 0.05 * time_s) for action, time_s in seconds.items()}
+        for seconds, _ in seen
+    ]
+    attention = any(operator.kind == "attention" for operator in subject.graph.operators)
+    actions, worst = fit_layer(points, net, attention)
+    return LayerCurve(
+        signature=signature(subject.graph),
+        name=subject.name,
+        kind=kind,
+        dtype=subject.dtype,
+        setting="alone" if processes == 1 else "together",
+        processes=processes,
+        actions=actions,
+        points=tuple(
+            LayerPoint(rows=p.rows, tokens=p.tokens, past=p.past, time_s=seconds, spread=spread)
+            for p, (seconds, spread) in zip(points, seen, strict=True)
+        ),
+        fit_error=worst,
+    )

@@ -1,0 +1,248 @@
+"""One profile from start to end, on every rank: who is there, layers, links, collectives, then the cluster file.
+
+All ranks run the same lines; rank 0 decides what all must agree on, shows progress, and writes. Layers come before
+links, so that a network that fails does not cost what needed none.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipefit.cluster.files import save
+from pipefit.cluster.types import Cluster
+from pipefit.codec import from_data, to_data
+from pipefit.errors import ClusterError
+from pipefit.profile.assemble import Findings, assemble, check_same_software, host_ranks, short_kinds
+from pipefit.profile.board import Board
+from pipefit.profile.calibrate import collective_curve, efficiency
+from pipefit.profile.device import introduce, rates
+from pipefit.profile.facts import Member, Rates, middle_rates
+from pipefit.profile.layer_phase import LAYERS_S, measure_layers
+from pipefit.profile.links import SIZES, LinkSample, LinkSurvey
+from pipefit.profile.links import survey as survey_links
+from pipefit.profile.partial import Partial, PartialFile
+from pipefit.profile.tournament import rounds, several
+from pipefit.profile.wire import OPERATIONS, Wire
+from pipefit.run.comms import backend_for
+from pipefit.run.setup import World, choose_device
+
+Show = Callable[[str, int, int], None]
+"""Progress: (what is measured, done, total)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """What to measure and how thoroughly."""
+
+    output: Path
+    name: str = ""
+    "Of the cluster; '' is the file's name."
+    models: tuple[str, ...] = ()
+    "Whose layers to measure: built-in names, directories, files."
+    sequence: int = 1024
+    tokens: int = 0
+    "Tokens of the largest microbatch on a device; 0: eight sequences."
+    dtype: str = ""
+    "float32, bfloat16 or float64; '' is bfloat16 on GPUs and float32 elsewhere."
+    layer_rounds: int = 5
+    link_rounds: int = 3
+    sizes_bytes: tuple[int, ...] = SIZES
+    rails: int = 1
+    "Networks between hosts; the devices of a host take them in turn."
+    device: str = "auto"
+    timeout_s: float = 60.0
+    "For one round of links; a rank that does not answer for so long is lost."
+
+
+def run(config: ProfileConfig, show: Show) -> Cluster:
+    """Measure as one rank of the run that the environment describes (or alone); the cluster. Rank 0 writes it.
+
+    Raises ClusterError naming the host that failed; what was measured until then is in the partial file.
+    """
+    world = World(choose_device(config.device, _local_rank()))
+    world.connect()
+    device = world.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size > 1:
+        dist.init_process_group(
+            backend_for(device),
+            store=dist.PrefixStore("profile/group", world.store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=config.timeout_s / 2),
+        )
+    try:
+        return Session(config, world, show if world.rank == 0 else _silent).measure()
+    finally:
+        world.stop()
+
+
+class Session:
+    """The phases of one profile on one rank."""
+
+    def __init__(self, config: ProfileConfig, world: World, show: Show) -> None:
+        self.config, self.device, self.show = config, world.device, show
+        self.rank = world.rank
+        self.started = time.monotonic()
+        self.board = Board(world.store, world.rank, range(world.size), config.timeout_s)
+        introduced = self.board.gather(to_data(introduce(world.rank, world.local_rank, world.local_size, self.device)))
+        self.require_all("start")
+        self.members = [from_data(Member, introduced[rank], f"rank {rank}") for rank in sorted(introduced)]
+        check_same_software(self.members)
+        self.hosts = host_ranks(self.members)
+        self.kinds = short_kinds(self.members)
+        self.found = Findings(members=self.members)
+        self.file = PartialFile(config.output if self.rank == 0 else None)
+
+    def measure(self) -> Cluster:
+        """All phases in order."""
+        self._rates()
+        graphs = measure_layers(self)
+        self._inside()
+        self._between()
+        cluster = self._assemble()
+        cluster = replace(
+            cluster,
+            kinds={
+                name: replace(kind, efficiency=efficiency(kind, graphs, self.found.layers))
+                for name, kind in cluster.kinds.items()
+            },
+        )
+        self._collectives(cluster)
+        cluster = replace(cluster, measured=self._assemble().measured)
+        if self.rank == 0:
+            save(cluster, self.config.output)
+            self.file.remove()
+        self.board.barrier()
+        return cluster
+
+    def _assemble(self) -> Cluster:
+        when = datetime.now(UTC).replace(microsecond=0).isoformat()
+        name = self.config.name or self.config.output.stem
+        return assemble(self.found, name, when, time.monotonic() - self.started)
+
+    def _rates(self) -> None:
+        """Matrix products, copies and small operators, on all devices at once."""
+        self.show("devices", 0, 1)
+        self.board.barrier()
+        each = self.board.gather(to_data(rates(self.device)), LAYERS_S)
+        self.require_all("devices")
+        for member in self.members:
+            name = self.kinds[member.kind]
+            same = [other.rank for other in self.members if self.kinds[other.kind] == name]
+            self.found.rates[name] = middle_rates([from_data(Rates, each[rank], f"rank {rank}") for rank in same])
+        self.show("devices", 1, 1)
+
+    # ---- links --------------------------------------------------------------------------------------------------
+
+    def _inside(self) -> None:
+        games = several([ranks for ranks in self.hosts.values() if len(ranks) > 1])
+        self.found.inside = self._survey("links inside hosts", games, self.found.inside)
+
+    def _between(self) -> None:
+        if len(self.hosts) < 2:
+            return
+        for rail in range(self.config.rails):
+            name = f"rail{rail}" if self.config.rails > 1 else "network"
+            ranks = [members[min(rail, len(members) - 1)] for members in self.hosts.values()]
+            self.found.rails[name] = []
+            self.found.rails[name] = self._survey(f"links between hosts, {name}", rounds(ranks), self.found.rails[name])
+
+    def _survey(
+        self, phase: str, games: Sequence[Sequence[tuple[int, int]]], samples: list[LinkSample]
+    ) -> list[LinkSample]:
+        if not games:
+            return samples
+        wire = Wire(self.board, self.device)
+        found = LinkSurvey(samples=samples)
+
+        def after(done: int, total: int, survey: LinkSurvey) -> None:
+            self.show(phase, done, total)
+            self.keep(phase)
+
+        survey_links(
+            games, self.config.sizes_bytes, self.config.link_rounds, wire.measure, found=found, after_round=after
+        )
+        self.require_all(phase)
+        return found.samples
+
+    def _collectives(self, cluster: Cluster) -> None:
+        """On all devices, on the devices of one host, and on one device of every host."""
+        wanted = [list(range(len(self.members)))]
+        if len(self.hosts) > 1:
+            wanted += [next(iter(self.hosts.values())), [ranks[0] for ranks in self.hosts.values()]]
+        groups = [ranks for ranks in dict.fromkeys(map(tuple, wanted)) if len(ranks) > 1]
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        wire = Wire(self.board, self.device)
+        jobs = [(ranks, operation) for ranks in groups for operation in OPERATIONS]
+        sizes = self.config.sizes_bytes[1:]
+        for done, (ranks, operation) in enumerate(jobs):
+            self.show("collectives", done, len(jobs))
+            table: list[list[float]] = []
+            for _ in range(self.config.link_rounds):
+                self.board.barrier()
+                own = []
+                if self.rank in ranks:
+                    own = [wire.collective_s(operation, made[ranks], len(ranks), size) for size in sizes]
+                each = self.board.gather(own)
+                self.require_all("collectives")
+                table.append([max(each[rank][i] for rank in ranks) for i in range(len(sizes))])
+            columns = list(zip(*table, strict=True))
+            time_s = [statistics.median(column) for column in columns]
+            spread = [(max(c) - min(c)) / t for c, t in zip(columns, time_s, strict=True)]
+            self.found.collectives.append(collective_curve(cluster, operation, ranks, sizes, time_s, spread))
+        self.show("collectives", len(jobs), len(jobs))
+
+    # ---- failures -----------------------------------------------------------------------------------------------
+
+    def keep(self, phase: str, force: bool = False) -> None:
+        self.file.write(
+            Partial(
+                phase=phase,
+                members=tuple(self.members),
+                lost={str(rank): why for rank, why in self.board.lost.items()},
+                inside=tuple(self.found.inside),
+                rails={name: tuple(samples) for name, samples in self.found.rails.items()},
+                layers=tuple(self.found.layers),
+            ),
+            force,
+        )
+
+    def require_all(self, phase: str) -> None:
+        """Raise the error that names the hosts of lost ranks, after keeping what was measured."""
+        if not self.board.lost:
+            return
+        if phase == "start":
+            raise ClusterError(
+                f"These ranks did not start: {', '.join(map(str, self.board.lost))}.",
+                where="start of the profile",
+                seen=f"{len(self.board.members)} ranks within {self.config.timeout_s:g} s",
+            )
+        self.keep(phase, force=True)
+        hosts = dict.fromkeys(self.members[rank].host for rank in self.board.lost)
+        rank, why = next(iter(self.board.lost.items()))
+        raise ClusterError(
+            f"Host {', '.join(hosts)} failed while measuring: {phase}.",
+            where=f"rank {', '.join(map(str, self.board.lost))}",
+            seen=f"rank {rank}: {why}",
+            next_step=f"mend or leave out that host and measure again; what was measured is in {self.file.path}",
+        )
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress of the ranks that do not show any."""
+
+
+def _local_rank() -> int:
+    import os
+
+    return int(os.environ.get("LOCAL_RANK", "0"))
