@@ -10,9 +10,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_processes
 from stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, toy_layers
 from tests.model.variants import VARIANTS
+from tests.run.processes import run_processes
 
 from pipefit.layout import Form
 from pipefit.model.capture import capture
@@ -26,9 +26,8 @@ pytestmark = pytest.mark.gloo
 EXACT = 1e-10
 
 
-def sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, lengths=None):
+def sharded_step(group, rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, lengths=None):
     """(loss, whole gradients by name) of one step on the shard axis, as this rank sees it."""
-    group = dist.group.WORLD
     programs = [shard_program(layer.graph, shares, sequence_parallel) for layer in layers]
     local = [
         StageLayer(layer.name, p.graphs[rank], layer.parameters) for layer, p in zip(layers, programs, strict=True)
@@ -57,22 +56,22 @@ def sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode
         else:
             program.backward_input(m, piece, {})
             program.backward_weight(m, piece)
-    return loss, {name: assemble(buffer, *places[name], whole[name], rank) for name, buffer in buffers.items()}
+    return loss, {name: assemble(buffer, *places[name], whole[name], group, rank) for name, buffer in buffers.items()}
 
 
 def part(value, form: Form, stops, rank):
     return value if form.kind == "I" else value.narrow(form.dim, stops[rank], stops[rank + 1] - stops[rank])
 
 
-def assemble(buffer, form: Form, stops, whole, rank):
+def assemble(buffer, form: Form, stops, whole, group, rank):
     """The whole gradient: partial ones summed, parts put in their places."""
     full = torch.zeros_like(whole)
     part(full, form, stops, rank).copy_(buffer)
-    dist.all_reduce(full)
+    dist.all_reduce(full, group=group)
     return full
 
 
-def check_cases(rank, count, cases):
+def check_cases(group, rank, cases):
     """Every case on this rank; returns how many were checked."""
     for shares, sequence_parallel, recompute, mode, options in cases:
         layers = toy_layers(**options)
@@ -81,7 +80,7 @@ def check_cases(rank, count, cases):
         feeds = [toy_feed(seed=1), toy_feed(rows=1, tokens=7, seed=2)]
         wanted_loss, wanted = plain_gradients(single, feeds, 31, tied=options.get("tied", False))
         whole = {name: p.data for name, p in single.parameters.items()}
-        loss, found = sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, 31)
+        loss, found = sharded_step(group, rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, 31)
         assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss), (shares, sequence_parallel, recompute, mode)
         assert_close(found, wanted, EXACT)
     return len(cases)
@@ -102,7 +101,7 @@ def test_three_devices_uneven():
     assert run_processes(check_cases, 3, todo) == [len(todo)] * 3
 
 
-def check_slices(rank, count, shares):
+def check_slices(group, rank, shares):
     """Slices on a shard axis, one of them shorter than the axis."""
     layers = toy_layers(window=5)
     single = StageProgram(layers, dtype=torch.float64)
@@ -112,7 +111,9 @@ def check_slices(rank, count, shares):
     whole = {name: p.data for name, p in single.parameters.items()}
     for sequence_parallel, recompute in ((False, "selective"), (True, "full")):
         lengths = (5, 4, 1)
-        _, found = sharded_step(rank, whole, layers, shares, sequence_parallel, recompute, "IW", feeds, 13, lengths)
+        _, found = sharded_step(
+            group, rank, whole, layers, shares, sequence_parallel, recompute, "IW", feeds, 13, lengths
+        )
         assert_close(found, wanted, EXACT)
 
 
@@ -120,7 +121,7 @@ def test_slices_on_uneven_shards():
     run_processes(check_slices, 2, (2, 1))
 
 
-def check_dropout(rank, count, shares):
+def check_dropout(group, rank, shares):
     """Heads and tokens split or not, a dropped element is the same element."""
     layers = toy_layers(dropout=0.4)
     single = StageProgram(layers, dtype=torch.float64)
@@ -131,7 +132,7 @@ def check_dropout(rank, count, shares):
     single.backward(0, 0, {})
     whole = {name: p.data for name, p in single.parameters.items()}
     for sequence_parallel in (False, True):
-        _, found = sharded_step(rank, whole, layers, shares, sequence_parallel, "selective", "B", feeds, 13)
+        _, found = sharded_step(group, rank, whole, layers, shares, sequence_parallel, "selective", "B", feeds, 13)
         assert_close(found, wanted, EXACT)
 
 
@@ -139,7 +140,7 @@ def test_dropout_on_uneven_shards():
     run_processes(check_dropout, 2, (2, 1))
 
 
-def check_families(rank, count, captured):
+def check_families(group, rank, captured):
     """Every captured family on the shard axis against its own unsharded stage."""
     for name, model in captured.items():
         layers = [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in model.layers]
@@ -154,7 +155,9 @@ def check_families(rank, count, captured):
         if name == "gpt2":
             ways.append(((3, 1), True, "IW"))
         for shares, sequence_parallel, mode in ways:
-            loss, found = sharded_step(rank, whole, layers, shares, sequence_parallel, "selective", mode, feeds, 13)
+            loss, found = sharded_step(
+                group, rank, whole, layers, shares, sequence_parallel, "selective", mode, feeds, 13
+            )
             assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss), name
             assert_close(found, wanted, EXACT)
 

@@ -1,0 +1,172 @@
+"""Every rule, checked by its meaning: split one label unevenly over three devices, run each device's part alone.
+
+The parts put together (G) or added up (P) are the whole result, and the gradients of the parts, put together where an
+operand is split and added up where it is whole, are the whole gradients. Float64, one process: what a device would
+see is cut out with indices. The operators' examples are those of the execution tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.run.ops.op_cases import CASES, ROWS, SYMBOLS, TOKENS
+
+from pipefit.errors import PlanError
+from pipefit.layout import split
+from pipefit.model.graph import Operator
+from pipefit.model.ops import KINDS
+from pipefit.run.feed import Feed
+from pipefit.run.ops import Context, build_step
+from pipefit.run.stage_record import Record
+from pipefit.shard.rules import Cut, labels_of, rules
+
+SHARES = (2, 1, 1)
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "shard_slice"}
+
+
+def labelled_of(case):
+    operator = case.graph().operators[0]
+    outputs = KINDS[case.kind].shapes(tuple(case.inputs.values()), case.attributes)
+    return operator, labels_of(operator, tuple(case.inputs.values()), outputs), outputs
+
+
+def ways():
+    for case in CASES:
+        _, labelled, _ = labelled_of(case)
+        found = {label for labels in labelled.inputs if labels for label in labels if label}
+        for label in sorted(found):
+            yield pytest.param(case, label, id=f"{case.id}-{label}")
+
+
+def test_every_kind_has_a_rule():
+    assert set(rules()) == set(KINDS) - COLLECTIVES
+
+
+def test_an_operator_without_a_rule_is_named():
+    with pytest.raises(PlanError, match=r"no rule for splitting the operator 'fft'(.|\n)*--fix shards=1"):
+        labels_of(Operator(kind="fft", inputs=("x",), outputs=("y",)), (("B",),), (("B",),))
+
+
+def numbers(shape):
+    return [SYMBOLS.get(size, size) for size in shape]
+
+
+def extent(case, labelled, label):
+    """Units in which a label is cut."""
+    if label in labelled.units:
+        return labelled.units[label]
+    for shape, labels in zip(case.inputs.values(), labelled.inputs, strict=True):
+        if labels and label in labels:
+            return numbers(shape)[labels.index(label)]
+    raise AssertionError(label)
+
+
+def cut(value, labels, label, units, run):
+    """The part of an operand that a device with this run of units holds."""
+    if value is None or labels is None or label not in labels:
+        return value
+    dim = labels.index(label)
+    size = value.shape[dim] // units
+    return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size).contiguous()
+
+
+def execute(case, operator, labelled, values, shape, place):
+    """(leaves, result) of the operator on one device's operands; `place` is its cut of the result, if it has one."""
+    attributes = operator.attributes
+    if labelled.local is not None and place is not None:
+        attributes = labelled.local(attributes, shape, place)
+    graph = case.graph()
+    tensors = (dataclasses.replace(graph.tensors[0], shape=tuple(shape)),)
+    graph = dataclasses.replace(graph, tensors=tensors)
+    step = build_step(
+        dataclasses.replace(operator, attributes=attributes),
+        Context(
+            graph=graph,
+            layer=0,
+            model_layer=0,
+            operator=0,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+            seed=0,
+            slices=1,
+        ),
+    )
+    record = Record(0, 0, Feed(), train=True)
+    record.rows, record.tokens = ROWS, TOKENS
+    leaves = {
+        name: value if value is None or not value.is_floating_point() else value.clone().requires_grad_()
+        for name, value in values.items()
+    }
+    for name in case.parameters & {name for name in leaves if leaves[name] is not None}:
+        leaves[name].main_grad = torch.zeros_like(leaves[name])
+    if "positions" in leaves:
+        record.feed.positions = leaves["positions"]
+    elif case.kind == "dropout":
+        record.feed.positions = torch.arange(TOKENS).expand(ROWS, TOKENS)
+    record.feed.rows = torch.arange(ROWS)
+    arguments = [*([record] if step.wants_record else []), *leaves.values()]
+    if step.prepare is not None:
+        arguments += step.prepare(record)
+    return leaves, step.call(*arguments)
+
+
+def gradient(leaf):
+    total = getattr(leaf, "main_grad", torch.zeros_like(leaf))
+    return total if leaf.grad is None else total + leaf.grad
+
+
+@pytest.mark.parametrize(("case", "label"), list(ways()))
+def test_parts_make_the_whole(case, label):
+    operator, labelled, outputs = labelled_of(case)
+    values = case.values()
+    whole_leaves, whole = execute(case, operator, labelled, values, outputs[0], None)
+    torch.manual_seed(3)
+    dy = torch.randn(whole.shape, dtype=torch.float64)
+    whole.backward(dy)
+    units = extent(case, labelled, label)
+    out = labelled.outputs[0]
+    partial = label not in out
+    results = []
+    gradients = {
+        n: torch.zeros_like(leaf) for n, leaf in whole_leaves.items() if leaf is not None and leaf.requires_grad
+    }
+    for position, run in enumerate(split(units, SHARES)):
+        local, place, back = {}, None, dy
+        for index, (name, labels) in enumerate(zip(case.inputs, labelled.inputs, strict=True)):
+            absent = partial and index in labelled.once and position > 0
+            local[name] = None if absent else cut(values[name], labels, label, units, run)
+        shape = list(outputs[0])
+        if run[0] == run[1]:
+            continue
+        if not partial:
+            dim = out.index(label)
+            back = cut(dy, out, label, units, run)
+            total = numbers(shape)[dim]
+            shape = [*shape[:dim], back.shape[dim], *shape[dim + 1 :]]
+            place = Cut(dim, run[0] * total // units, total)
+            if case.kind == "dropout" and dim < 2:
+                continue  # rows and tokens of dropout come from the feed; the layout tests cover them
+        leaves, result = execute(case, operator, labelled, local, shape, place)
+        result.backward(back)
+        results.append(result.detach())
+        for name, labels in zip(case.inputs, labelled.inputs, strict=True):
+            if name in gradients and leaves[name] is not None:
+                cut_out = cut_view(gradients[name], labels, label, units, run)
+                cut_out += gradient(leaves[name])
+    if not results:
+        return
+    together = sum(results) if partial else torch.cat(results, out.index(label))
+    assert torch.allclose(together, whole, rtol=1e-12, atol=1e-13)
+    for name, total in gradients.items():
+        assert torch.allclose(total, gradient(whole_leaves[name]), rtol=1e-11, atol=1e-12), name
+
+
+def cut_view(value, labels, label, units, run):
+    """The part of `value` as a view: gradients of split operands go into their places, of whole ones add up."""
+    if labels is None or label not in labels:
+        return value
+    dim = labels.index(label)
+    size = value.shape[dim] // units
+    return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size)
