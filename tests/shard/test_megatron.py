@@ -79,7 +79,7 @@ def test_forms_of_parameters_and_of_the_hidden_state():
     assert shard_program(fused_graph(), (3, 1), True).parameter_forms["o.bias"] == IDENTITY
 
 
-@pytest.mark.parametrize("shares", [(1, 1), (2, 1), (5, 1, 1)])
+@pytest.mark.parametrize("shares", [(1, 1), (2, 1), (3, 2, 2)])
 def test_parts_of_every_parameter_add_up(shares):
     graph = block_graph()
     program = shard_program(graph, shares, True)
@@ -106,5 +106,5 @@ def test_more_devices_than_heads_is_reported():
 
 
 def test_shares_that_leave_a_device_without_a_head_are_reported():
-    with pytest.raises(PlanError, match=r"would get nothing(.|\n)*at most 3 devices"):
+    with pytest.raises(PlanError, match=r"would get nothing(.|\n)*at most 3 devices(.|\n)*more even"):
         shard_program(block_graph(), (9, 1), False)

@@ -171,7 +171,9 @@ class Program:
                 where=f"{name}, dimension {held.form.dim} of {size}",
                 seen=f"{held.units} units for shares {' '.join(map(str, self.shares))}",
                 allowed=f"at most {held.units} devices, with shares that give each at least one unit",
-                next_step=f"use fewer shards, for example --fix shards={max(1, min(held.units, len(self.shares) - 1))}",
+                next_step="make the shares more even"
+                if len(self.shares) <= held.units
+                else f"use fewer shards: --fix shards={held.units}",
             )
         return runs
 
