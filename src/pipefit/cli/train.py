@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +44,8 @@ def command(
     per_host: int = typer.Option(0, help="Ranks per host for --print-launch; 0: 8, or all where they are fewer."),
 ) -> None:
     """Train the plan's model on text: metrics as lines and JSON, checkpoints, weights in Hugging Face's format."""
+    # Before torch is imported: its C++ warnings about lost connections would bury our one message.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pipefit.plan.check import load_plan
     from pipefit.run.config import TrainConfig, check_train_config
     from pipefit.run.launch import launch, launch_lines

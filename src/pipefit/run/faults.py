@@ -83,6 +83,11 @@ class Monitor:
                 print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
                 self._quietly(lambda: self._store.set(_FAULT, json.dumps(record)))
 
+    def linger(self) -> None:
+        """Rank 0 may hold the store: it stays until the others have had time to read what happened."""
+        if self.rank == 0 and self.world > 1:
+            time.sleep(3 * self._interval_s)
+
     @property
     def _interval_s(self) -> float:
         return min(1.0, self.timeout_s / 10)
@@ -100,7 +105,10 @@ class Monitor:
                 key = _BEAT.format(neighbour)
                 value = self._store.get(key).decode() if self._store.check([key]) else ""
             except RuntimeError as error:  # DistNetworkError, DistStoreError: the store's host is gone
-                self._end(_store_gone(error))
+                fault = _store_gone(error)
+                if not self._stop.is_set() and self.fault is None:
+                    self.announce(fault)
+                self._end(fault)
                 return
             if value != seen or value == _STOPPED or self.world == 1:
                 seen, since = value, time.monotonic()
@@ -111,9 +119,10 @@ class Monitor:
                 return
 
     def _end(self, fault: PipefitError) -> None:
+        """Give the main thread its grace, then leave. Whoever found the fault has announced it."""
         self.fault = self.fault or fault
         if not self._stop.wait(self.grace_s):
-            self.announce(fault)
+            self.linger()
             self._leave(EXIT_CODE)
 
     def _quietly(self, call: Callable[[], Any], default: Any = None) -> Any:

@@ -51,14 +51,22 @@ def launch(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]
         )
     if devices == 1:
         return run_rank(plan, config)
-    if local:
-        return run_local(local, arguments)
+    if local or made_here(plan):
+        return run_local(devices, arguments)
     raise RunError(
         f"The plan is for {devices} devices: it needs {devices} processes.",
         where="pipefit train",
         seen="one process, not started by torchrun",
         next_step=f"add --local {devices} to start them on this machine, or see --print-launch for a cluster",
     )
+
+
+def made_here(plan: Plan) -> bool:
+    """Whether the plan was made with `pipefit plan --local N` on this machine."""
+    from pipefit.cluster import local
+    from pipefit.codec import digest
+
+    return any(digest(local(count)) == plan.hashes.cluster for count in range(len(plan.devices), 65))
 
 
 def run_rank(plan: Plan, config: TrainConfig) -> int:
@@ -159,6 +167,7 @@ def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> in
     if isinstance(error, PipefitError):
         if world.monitor is not None:
             world.monitor.announce(error)
+            world.monitor.linger()
             world.monitor.stop()
         elif world.store is None or _first(world):
             print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
@@ -166,6 +175,7 @@ def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> in
     traceback.print_exception(error)
     if world.monitor is not None:
         world.monitor.announce(unexpected(world.rank, error))
+        world.monitor.linger()
         world.monitor.stop()
     return 1
 

@@ -1,0 +1,172 @@
+"""`pipefit train` as a user meets it: real processes, a falling loss, a resume under another plan, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import train_toys as toys
+from typer.testing import CliRunner
+
+from pipefit.cli import build_app
+from pipefit.cli.train import without
+from pipefit.errors import PipefitError
+from pipefit.plan.check import save_plan
+from pipefit.run.launch import launch_lines
+
+
+def invoke(*arguments: str) -> str:
+    """The message of a command that must be refused."""
+    result = CliRunner().invoke(build_app(), ["train", *arguments])
+    assert isinstance(result.exception, PipefitError), result
+    return result.exception.text()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_two_processes_train_save_and_one_process_goes_on(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    text = toys.write_text(tmp_path)
+    two, the_plan = toys.write_plan(tmp_path, stages=2, microbatches=4)
+    one, _ = toys.write_plan(tmp_path, "one.json", microbatches=2)
+    run = tmp_path / "run"
+    options = (
+        "--local",
+        "2",
+        "--lr",
+        "1e-2",
+        "--eval-every",
+        "4",
+        "--save-every",
+        "4",
+        "--trace",
+        "2",
+        "--tensorboard",
+    )
+    first = toys.start(toys.command(two, text, run, *options, steps=8))
+    assert first.returncode == 0, first.stderr
+    lines = [line for line in first.stdout.splitlines() if line.startswith("step:")]
+    assert len(lines) == 10 and "tps:" in lines[0] and "mfu:" in lines[0] and first.stdout.count("peak FLOP/s") == 1
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert [record["step"] for record in records if "eval_loss" in record] == [4, 8]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    trace = json.loads((run / "trace.json").read_text())
+    assert trace["step"] == 2 and [rank["rank"] for rank in trace["ranks"]] == [0, 1]
+    assert [span[0] for span in trace["ranks"][1]["spans"]] == the_plan.order.lanes[1].split()
+    model = AutoModelForCausalLM.from_pretrained(run / "weights")
+    assert model.config.num_hidden_layers == 2
+
+    again = tmp_path / "again"
+    second = toys.start(
+        toys.command(one, text, again, "--resume", str(run / "checkpoints" / "step-00000004"), "--lr", "1e-2", steps=8)
+    )
+    assert second.returncode == 0, second.stderr
+    after = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+    resumed = [record["loss"] for record in after if "loss" in record]
+    np.testing.assert_allclose(resumed, losses[4:], rtol=1e-4)
+
+
+def test_a_plan_for_two_devices_needs_two_processes(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    path, one = toys.write_plan(tmp_path, stages=2, microbatches=4)
+    save_plan(replace(one, hashes=replace(one.hashes, cluster="of another machine")), path)
+    message = invoke(str(path), "-o", str(tmp_path / "run"), "--steps", "2")
+    assert "it needs 2 processes" in message and "add --local 2" in message
+    message = invoke(str(path), "-o", str(tmp_path / "run"), "--steps", "2", "--local", "3")
+    assert "another number of processes" in message and "seen: 3" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--steps", "0"), ("--steps", "1 or more")),
+        (("--steps", "2", "--lr", "-1"), ("--lr", "above 0")),
+        (("--steps", "2", "--keep", "0"), ("--keep", "1 or more")),
+        (("--steps", "2", "--device", "tpu"), ("--device", "auto, cpu or cuda")),
+        (("--steps", "2", "--resume", "a", "--weights", "b"), ("--resume and --weights", "not from both")),
+    ],
+)
+def test_impossible_options_are_refused_by_name(tmp_path, options, words):
+    path, _ = toys.write_plan(tmp_path, microbatches=2)
+    message = invoke(str(path), "-o", str(tmp_path / "run"), *options)
+    assert all(word in message for word in words), message
+
+
+def test_no_plan_and_a_plan_cut_short(tmp_path):
+    assert "cannot be read" in invoke(str(tmp_path / "none.json"), "-o", str(tmp_path / "run"), "--steps", "2")
+    path, _ = toys.write_plan(tmp_path, microbatches=2)
+    path.write_text(path.read_text()[:200])
+    assert "may have been cut short" in invoke(str(path), "-o", str(tmp_path / "run"), "--steps", "2")
+
+
+def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
+    path, one = toys.write_plan(tmp_path, stages=2, microbatches=4, replicas=(1, 1))
+    arguments = ["train", str(path), "-o", "run", "--steps", "9", "--per-host", "2", "--local=4", "--lr", "1e-3"]
+    kept = without(arguments, "--per-host", "--local")
+    text = launch_lines(path, one, kept, 2)
+    assert "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500" in text
+    assert f"-m pipefit train {path} -o run --steps 9 --lr 1e-3" in text
+    assert "#SBATCH --nodes=2" in text and "srun torchrun" in text
+    with pytest.raises(PipefitError, match="--per-host") as error:
+        launch_lines(path, one, kept, 3)
+    assert "a divisor of 4" in error.value.text()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("another run", ("The folder holds another run", "--resume")),
+        ("no checkpoint", ("There is no checkpoint here",)),
+        ("no text", ("corpus is empty", "name files or folders that hold text")),
+        ("no weights", ("There are no weights here",)),
+        ("stale", ("made for another form of this model", "make the plan again")),
+        ("another seed", ("The checkpoint is of another run: the seed differs", "--weights")),
+        ("last step", ("already at the last step", "give more steps")),
+    ],
+)
+def test_mistakes_leave_files_as_they_were(tmp_path, monkeypatch, case, words):
+    """One process, in this process: the message comes once, the code is 2, nothing is written."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    text = toys.write_text(tmp_path)
+    path, one = toys.write_plan(tmp_path, microbatches=2)
+    run = tmp_path / "run"
+    options: list[str] = []
+    if case == "another run":
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("old\n")
+    elif case == "no checkpoint":
+        options = ["--resume", str(tmp_path / "nothing")]
+    elif case == "no text":
+        text.write_text("")
+    elif case == "no weights":
+        options = ["--weights", str(tmp_path)]
+    elif case == "stale":
+        save_plan(replace(one, hashes=replace(one.hashes, model="0123")), path)
+    else:
+        assert train(path, text, tmp_path / "first")[0] == 0
+        options = ["--resume", str(tmp_path / "first")]
+        if case == "another seed":
+            save_plan(replace(one, job=replace(one.job, seed=9)), path)
+    before = _files(tmp_path)
+    code, err = train(path, text, run, *options)
+    assert code == 2
+    assert all(word in err for word in words), err
+    assert err.count("pipefit: ") == 1 and "Traceback" not in err
+    assert _files(tmp_path) == before
+
+
+def train(plan: Path, text: Path, run: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), toys.command(plan, text, run, *options, steps=1)[3:])
+    return result.exit_code, result.stderr
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
