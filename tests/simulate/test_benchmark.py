@@ -34,3 +34,10 @@ def test_the_committed_result_meets_the_bound() -> None:
     assert (result["stages"], result["microbatches"], result["compute_actions"]) == (64, 1024, 131072)
     assert result["seconds"]["times_and_sweep"]["median"] < 0.005
     assert result["bit_equal_to_python"] and result["equal_to_closed_form"]
+
+
+def test_the_documented_figures_are_the_committed_ones() -> None:
+    seconds = json.loads((ROOT / "benchmarks" / "results" / "simulator.json").read_text())["seconds"]
+    page = (ROOT / "docs" / "simulator.md").read_text()
+    for name in ("lower", "compile", "times", "sweep", "times_and_sweep", "sweep_python", "memory"):
+        assert f"| {seconds[name]['median'] * 1e3:.2f} ms |" in page, name

@@ -42,9 +42,11 @@ def simulate(
     none); in a lowered one they are the SEND actions. `compiled` forces numba on or off; the result has the same
     bits. Raises ScheduleError if the schedule cannot run to its end or a cost is missing.
     """
-    if edges is None and costs.edges and not schedule.is_lowered:
+    if schedule.is_lowered:
+        edges = None
+    elif edges is None and costs.edges:
         edges = tuple((edge.source, edge.target, edge.tensor) for edge in costs.edges)
-    graph = task_graph(schedule, None if schedule.is_lowered else edges)
+    graph = task_graph(schedule, edges)
     return Timeline(graph, costs, run(graph, costs, compiled))
 
 
