@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.errors import PlanError
+from pipefit.layout import split
 from pipefit.plan.types import Job, Recompute
 
 Sharding = Literal["none", "megatron", "megatron-sp"]
@@ -172,6 +173,13 @@ def _check_job(decisions: Decisions, job: Job) -> None:
             where="microbatches",
             seen=f"{rows} rows for {len(decisions.replicas)} replicas",
             next_step="use fewer microbatches or replicas, or a larger batch",
+        )
+    if any(start == stop for start, stop in split(rows, decisions.replicas)):
+        raise PlanError(
+            "A replica would get no row of a microbatch.",
+            where="replicas",
+            seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
+            next_step="use fewer microbatches, or more even shares",
         )
     if decisions.slices and (sum(decisions.slices) != job.sequence or min(decisions.slices) < 1):
         raise PlanError(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipefit.errors import PlanError
+from pipefit.layout import split
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -82,7 +83,8 @@ def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) 
             continue
         rows = job.batch // count
         pinned = "microbatches" in pins or "replicas" in pins
-        if rows >= len(replicas) and (not even or pinned or rows % len(replicas) == 0):
+        each = all(start < stop for start, stop in split(rows, replicas))
+        if each and (not even or pinned or rows % len(replicas) == 0):
             yield count
 
 
