@@ -7,6 +7,7 @@ the graph is run again; W holds x and dy only. Shapes: x (..., I), weight (O, I)
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,10 +53,23 @@ def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """buffer += a @ b, without rounding the product to the dtype of a and b where the buffer is wider."""
     if buffer.dtype == a.dtype:
         buffer.addmm_(a, b)
-    elif a.is_cuda:
+    elif a.is_cuda and has_wide_product(a.device, a.dtype):
         torch.addmm(buffer, a, b, out_dtype=buffer.dtype, out=buffer)
+    elif a.is_cuda:
+        buffer.add_(a @ b)
     else:
         buffer.addmm_(a.to(buffer.dtype), b.to(buffer.dtype))
+
+
+@cache
+def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this device multiplies `dtype` into a float32 sum in one kernel; tried once, on a small product."""
+    a, buffer = torch.ones((16, 16), dtype=dtype, device=device), torch.zeros((16, 16), device=device)
+    try:
+        torch.addmm(buffer, a, a, out_dtype=buffer.dtype, out=buffer)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((buffer == 16).all())
 
 
 def build(operator: Operator, context: Context) -> Step:

@@ -1,0 +1,36 @@
+"""`benchmarks/single_gpu.py`: its code runs without a GPU under --quick, and says that it needs one otherwise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "single_gpu.py"
+
+
+@pytest.mark.slow
+def test_quick_trains_the_same_model_three_ways(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "peak used for MFU" in done.stdout
+    result = json.loads(out.read_text())
+    assert result["device"] == "cpu, code test only" and result["provenance"]["command"]
+    ways = result["models"]["tiny"]["ways"]
+    assert set(ways) == {"pipefit", "pytorch eager", "pytorch compiled"}
+    for name, row in ways.items():
+        assert row["losses"] == pytest.approx(ways["pytorch eager"]["losses"], rel=1e-4), name
+        assert row["losses"][-1] < row["losses"][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_what_is_missing():
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "needs a CUDA device" in done.stderr and "--quick" in done.stderr
