@@ -153,6 +153,16 @@ def test_reductions_and_gathers_go_over_the_replicas_of_the_stage() -> None:
     assert len(work.stages) == 2
 
 
+def test_stages_that_share_a_parameter_exchange_its_gradient() -> None:
+    """Embedding and head on one device each: both send 4 bytes an element at once, one way each."""
+    bench, _, plain = table(Decisions(stages=2, cuts=(3,)))
+    _, _, tied = table(Decisions(stages=2, cuts=(3,)), tied=True)
+    link = bench.cluster.links["inside"]
+    exchange = link.latency_s + 4 * VOCABULARY * WIDTH / link.bandwidth_bytes_per_s
+    assert plain.reduce_s.tolist() == [0.0, 0.0]
+    assert tied.reduce_s == pytest.approx([exchange, exchange])
+
+
 def test_every_number_says_where_it_came_from() -> None:
     _, _, costs = table(Decisions(stages=1))
     notes = "\n".join(costs.notes)

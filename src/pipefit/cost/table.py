@@ -54,7 +54,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
     return CostTable(
         actions=_actions(costs),
         edges=tuple(_edge(edge, network) for edge in work.edges),
-        reduce_s=np.array([reduce_s(stage, work, network) for stage in work.stages]),
+        reduce_s=np.array([reduce_s(stage, work, network) for stage in work.stages]) + _tied_s(work, network),
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
@@ -257,6 +257,14 @@ def _received(messages: Sequence[tuple[int, int, float]]) -> float:
     for _, target, size in messages:
         totals[target] = totals.get(target, 0.0) + size
     return max(totals.values(), default=0.0)
+
+
+def _tied_s(work: PipelineWork, network: Network) -> Array:
+    """Per stage: exchanging the gradients of parameters that it shares with other stages."""
+    total = np.zeros(len(work.stages))
+    for tied in work.tied:
+        total[list(tied.stages)] += network.transfer(tied.messages).whole_s
+    return total
 
 
 def _step_s(lane: int, work: PipelineWork, network: Network) -> float:

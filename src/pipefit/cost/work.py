@@ -53,11 +53,21 @@ class EdgeWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiedWork:
+    """Gradients that several stages exchange once an iteration, because they share parameters."""
+
+    stages: tuple[int, ...]
+    messages: tuple[tuple[int, int, float], ...]
+    "(source device, target device, bytes): every stage's own gradient to each of the others."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineWork:
     """All stages and edges of one pipeline."""
 
     stages: tuple[StageWork, ...]
     edges: tuple[EdgeWork, ...]
+    tied: tuple[TiedWork, ...] = ()
     precision: Precision
 
     @property

@@ -31,7 +31,9 @@ class LayerProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class _Count:
+class Count:
+    """Of one parameter as the devices of a stage store it."""
+
     elements: tuple[int, ...]
     "Per position."
     trainable: bool
@@ -46,7 +48,7 @@ class Programs:
         self.model = model
         self.modules: Mapping[str, Module] = {module.name: module for module in model.modules}
         self._programs: dict[tuple[str, Sharding, tuple[int, ...]], LayerProgram] = {}
-        self._counts: dict[tuple[str, Sharding, tuple[int, ...]], Mapping[str, _Count]] = {}
+        self._counts: dict[tuple[str, Sharding, tuple[int, ...]], Mapping[str, Count]] = {}
 
     def program(self, layer: Layer, sharding: Sharding, shares: tuple[int, ...]) -> LayerProgram:
         """The program of a layer; `shares` are those of the shard axis.
@@ -68,16 +70,20 @@ class Programs:
             )
         return self.modules[module].layers[run[0] : run[1]]
 
-    def counts(self, layers: Sequence[Layer], sharding: Sharding, shares: tuple[int, ...]) -> ParameterCounts:
-        """Elements that the devices of a stage with these layers store; a tensor that two layers share counts once."""
-        named: dict[str, _Count] = {}
+    def named(self, layers: Sequence[Layer], sharding: Sharding, shares: tuple[int, ...]) -> Mapping[str, Count]:
+        """The parameters of these layers by global name, a tensor that two layers share once."""
+        named: dict[str, Count] = {}
         for layer in layers:
             key = (layer.graph, sharding, shares)
             if key not in self._counts:
                 self._counts[key] = _counts(self.program(layer, sharding, shares))
             for local, count in self._counts[key].items():
                 named[layer.parameters[local]] = count
-        found = list(named.values())
+        return named
+
+    def counts(self, layers: Sequence[Layer], sharding: Sharding, shares: tuple[int, ...]) -> ParameterCounts:
+        """Elements that the devices of a stage with these layers store."""
+        found = list(self.named(layers, sharding, shares).values())
         places = range(len(shares))
         return ParameterCounts(
             trainable=tuple(sum(c.elements[p] for c in found if c.trainable) for p in places),
@@ -91,9 +97,9 @@ def program_hash(programs: Sequence[LayerProgram]) -> str:
     return digest([program.hash for program in programs])
 
 
-def _counts(program: LayerProgram) -> Mapping[str, _Count]:
+def _counts(program: LayerProgram) -> Mapping[str, Count]:
     return {
-        spec.name: _Count(
+        spec.name: Count(
             elements=tuple(prod(graph.parameter(spec.name).shape) for graph in program.graphs),
             trainable=spec.trainable,
             whole=program.parameters[spec.name].kind == "I",

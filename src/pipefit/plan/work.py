@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipefit.cost.memory import COMPUTE_BYTES
-from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
-from pipefit.layout import Group, box_size, holding, moves, parse_form, split
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
+from pipefit.layout import IDENTITY, Group, box_size, holding, moves, parse_form, split
 from pipefit.model.graph import Layer, size_value
 from pipefit.plan.sharded import Programs
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
@@ -53,6 +55,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
     groups = [group.group() for group in parts.groups]
     spaces = {space.name: space for space in parts.spaces}
     stages = []
+    uses: dict[str, list[tuple[int, int]]] = {}
     for index, stage in enumerate(parts.stages):
         group, space = groups[stage.group], spaces[stage.space]
         layers = programs.layers(stage.module, stage.layers)
@@ -69,11 +72,37 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
                 split_state=parts.split_state[index],
             )
         )
+        for name, count in programs.named(layers, stage.sharding, shares).items():
+            if count.trainable:
+                uses.setdefault(name, []).append((index, max(count.elements)))
     return PipelineWork(
         stages=tuple(stages),
         edges=tuple(_edge_work(edge, parts, groups, programs) for edge in parts.edges),
+        tied=_tied_work(uses, parts, groups),
         precision=parts.job.precision,
     )
+
+
+def _tied_work(
+    uses: Mapping[str, Sequence[tuple[int, int]]], parts: Parts, groups: Sequence[Group]
+) -> tuple[TiedWork, ...]:
+    """The exchange of every set of stages that share parameters; `uses` gives (stage, elements on a device) by name."""
+    elements: dict[tuple[int, ...], int] = {}
+    for found in uses.values():
+        if len(found) > 1:
+            stages = tuple(stage for stage, _ in found)
+            elements[stages] = elements.get(stages, 0) + max(count for _, count in found)
+    width = GRADIENT_BYTES[parts.job.precision]
+    result = []
+    for stages, count in elements.items():
+        held = [groups[parts.stages[stage].group] for stage in stages]
+        messages = [
+            (move.source, move.target, float(count * width))
+            for one, other in itertools.permutations(held, 2)
+            for move in moves((1,), one, (IDENTITY,) * len(one.axes), other, (IDENTITY,) * len(other.axes))
+        ]
+        result.append(TiedWork(stages=stages, messages=tuple(messages)))
+    return tuple(result)
 
 
 def _rows(space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
