@@ -151,8 +151,6 @@ class StageProgram:
     def evaluate(self, inputs: Tensors, feed: Feed) -> Tensors:
         """Forward only, nothing kept, dropout off. With slices, the whole sequence is given at once."""
         record = self._record(-1, 0, inputs, feed, train=False)
-        if self.slices > 1:
-            record.past = {}
         x = inputs.get("")
         for function in self.functions:
             x = function.call(record, x)

@@ -8,6 +8,7 @@ into `Past`, and picks up what later slices left for its own (reference: TeraPip
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Past:
 
     def before(self, slice_: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The chunks of all earlier slices, in order."""
+        assert all(i in self.chunks for i in range(slice_)), "slices must be run forward in order"
         return [self.chunks[i] for i in range(slice_)]
 
     def owe(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
@@ -52,16 +54,15 @@ class Past:
 
 
 class _SlicedAttention(torch.autograd.Function):
+    """Attention of one slice, with its own small autograd graph over the slice and the chunks before it."""
+
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, slice_: int, attend: Any) -> torch.Tensor:
-        ctx.past, ctx.slice = past, slice_
-        past.put(slice_, k, v)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, record: Record, attend: Any) -> torch.Tensor:
+        ctx.past, ctx.slice = past, record.slice
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            chunks = [[x.detach().requires_grad_() for x in chunk] for chunk in past.before(slice_)]
-            keys = torch.cat([*(chunk[0] for chunk in chunks), leaves[1]], 1) if chunks else leaves[1]
-            values = torch.cat([*(chunk[1] for chunk in chunks), leaves[2]], 1) if chunks else leaves[2]
-            out = attend(leaves[0], keys, values)
+            chunks = [[x.detach().requires_grad_() for x in chunk] for chunk in past.before(record.slice)]
+            out = attend(leaves[0], *joined(chunks, leaves[1], leaves[2]), record.cache)
         ctx.leaves = (*leaves, *(x for chunk in chunks for x in chunk))
         ctx.out = out
         return out.detach()
@@ -79,34 +80,51 @@ class _SlicedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+def joined(chunks: Sequence[Sequence[Any]], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of earlier chunks and of this slice, one after the other along the tokens."""
+    if not chunks:
+        return k, v
+    return torch.cat([*(chunk[0] for chunk in chunks), k], 1), torch.cat([*(chunk[1] for chunk in chunks), v], 1)
+
+
 def build(operator: Operator, context: Context) -> Step:
     scale = operator.attributes.get("scale")
     window = operator.attributes.get("window")
     causal = bool(operator.attributes.get("causal", True))
     sdpa = functional.scaled_dot_product_attention
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q (B, T, H, K) are the last T of the S positions of k and v (B, S, G, K)."""
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[Any, Any] | None = None) -> torch.Tensor:
+        """q (B, T, H, K) are the last T of the S positions of k and v (B, S, G, K); masks are made once per cache."""
         count, length = q.shape[1], k.shape[1]
         grouped = q.shape[2] != k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if causal and (count != length or (window is not None and window < length)):
-            mask = band_mask(count, length, window, q.device)
-            out = sdpa(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+            assert cache is not None
+            key = ("band", count, length, window)
+            if key not in cache:
+                cache[key] = band_mask(count, length, window, q.device)
+            out = sdpa(q, k, v, attn_mask=cache[key], scale=scale, enable_gqa=grouped)
         else:
             out = sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2)
 
     if context.slices == 1:
-        return Step(attend)
-    key = (context.layer, context.operator)
+        if window is None:
+            return Step(attend)
+        return Step(lambda record, q, k, v: attend(q, k, v, record.cache), wants_record=True)
+    place = (context.layer, context.operator)
     apply = _SlicedAttention.apply
 
-    def sliced(record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        past = record.past.get(key)
+    def sliced(record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        if not record.train:
+            return attend(q, k, v, record.cache)
+        past = record.past.get(place)
         if past is None:
-            past = record.past[key] = Past()
-        return apply(q, k, v, past, record.slice, attend)
+            past = record.past[place] = Past()
+        past.put(record.slice, k, v)
+        if not torch.is_grad_enabled():
+            return attend(q, *joined(past.before(record.slice), k, v), record.cache)
+        return apply(q, k, v, past, record, attend)
 
     return Step(sliced, wants_record=True)
 
