@@ -1,0 +1,71 @@
+"""Reading what other tools know of machines. One file a tool; a file that defines `READER` is found by walking.
+
+A reader turns texts into a cluster. What the texts do not say (devices per host, bandwidth between hosts) the caller
+must give in `Given`: nothing is assumed silently.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from pipefit.cluster.files import check
+from pipefit.cluster.readers.plausible import check_plausible
+from pipefit.cluster.readers.reader import Given, Reader, Text
+from pipefit.cluster.types import Cluster
+from pipefit.errors import FormatError, PipefitError
+
+__all__ = ["Given", "Reader", "Text", "check_plausible", "read_cluster", "readers"]
+
+
+@cache
+def readers() -> Mapping[str, Reader]:
+    """All readers by name, found by walking this package."""
+    found: dict[str, Reader] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        reader = getattr(module, "READER", None)
+        if isinstance(reader, Reader):
+            found[reader.name] = reader
+    return found
+
+
+def read_cluster(source: str, files: Sequence[str], *, devices: str = "", network: str = "") -> Cluster:
+    """The cluster that `files` of the tool `source` describe, checked and found plausible.
+
+    `devices` says what a host holds (`8xA100-80`, or `A100-80`), `network` a host's bandwidth (`200Gbit/s`), where
+    the files do not. Raises PipefitError (unknown tool, nothing to read), FormatError (cannot be read as that) or
+    ClusterError (incomplete, contradictory, or in mistaken units).
+    """
+    known = readers()
+    if source not in known:
+        raise PipefitError(
+            "No reader has this name.",
+            where="--from",
+            seen=repr(source),
+            allowed="; ".join(f"{reader.name} ({reader.summary})" for reader in known.values()),
+        )
+    reader = known[source]
+    if not files:
+        raise PipefitError(
+            "There is nothing to read.",
+            where=f"--from {source}",
+            next_step=f"name the {reader.takes}",
+        )
+    cluster = reader.read([_text(name, reader) for name in files], Given(devices=devices, network=network))
+    check(cluster, files[0])
+    check_plausible(cluster, files[0])
+    return cluster
+
+
+def _text(name: str, reader: Reader) -> Text:
+    path = Path(name)
+    if reader.literal and not path.is_file():
+        return Text(where=repr(name), text=name)
+    try:
+        return Text(where=name, text=path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError("The file cannot be read.", where=name, seen=error) from None

@@ -1,0 +1,101 @@
+"""Are the units right? Links that are all impossible for what they join are a mistake of units, and are told so.
+
+The ranges are wide: they hold every network and every inner link that is sold, from ten years ago to the next
+generation. One odd link passes (it may be broken, and is a fact); all of them outside is a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipefit.cluster.kinds import SHEETS
+from pipefit.cluster.types import Cluster
+from pipefit.errors import ClusterError
+from pipefit.units import format_bandwidth, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What is believable."""
+
+    low: float
+    high: float
+
+
+INSIDE = Range(1e9, 3e12)
+"""Bytes/s between two GPUs of one host: PCIe 2 x4 to well beyond NVLink 5."""
+
+INSIDE_OTHER = Range(2e6, 5e11)
+"""Between processes of a host without known GPUs: down to an emulated link."""
+
+BETWEEN = Range(1e8, 5e11)
+"""Bytes/s of a host with known GPUs on its network: gigabit Ethernet to ten 400 Gbit/s cards."""
+
+BETWEEN_OTHER = Range(1e5, 5e11)
+
+LATENCY = Range(5e-8, 0.5)
+"""Seconds: within a chip, to the other side of the earth. 0 stands for not known."""
+
+
+def check_plausible(cluster: Cluster, where: str) -> None:
+    """Raise ClusterError where all links of a class are outside what such links can be: by about 1,000 or otherwise."""
+    known = all(host.kind in SHEETS for host in cluster.hosts)
+    used = [cluster.links[host.link] for host in cluster.hosts if host.devices > 1 and host.link in cluster.links]
+    inside = [link.bandwidth_bytes_per_s for link in used]
+    _bandwidths(inside, INSIDE if known else INSIDE_OTHER, "inside the hosts", f"{where}: links")
+    _latencies([link.latency_s for link in used], "inside the hosts", f"{where}: links")
+    for rail in cluster.rails:
+        place = f"{where}: rails ({rail.name})"
+        _bandwidths(
+            _off_diagonal(rail.bandwidth_bytes_per_s), BETWEEN if known else BETWEEN_OTHER, "between hosts", place
+        )
+        _latencies(_off_diagonal(rail.latency_s), "between hosts", place)
+
+
+def _bandwidths(values: Sequence[float], allowed: Range, what: str, where: str) -> None:
+    _check(
+        values,
+        allowed,
+        f"bandwidth {what}",
+        where,
+        format_bandwidth,
+        "a bandwidth in bytes/s: was it written in kB/s or MB/s, or counted in bits?",
+    )
+
+
+def _latencies(values: Sequence[float], what: str, where: str) -> None:
+    _check(
+        [value for value in values if value > 0],
+        LATENCY,
+        f"latency {what}",
+        where,
+        format_seconds,
+        "a latency in seconds: was it written in ms or us?",
+    )
+
+
+def _check(values: Sequence[float], allowed: Range, what: str, where: str, show, hint: str) -> None:  # type: ignore[no-untyped-def]
+    if not values:
+        return
+    above, below = min(values) > allowed.high, max(values) < allowed.low
+    if not above and not below:
+        return
+    middle = sorted(values)[len(values) // 2]
+    corrected = middle / 1000 if above else middle * 1000
+    direction = "large" if above else "small"
+    if allowed.low <= corrected <= allowed.high:
+        message = f"Every {what} is about 1,000 times too {direction}: the unit is mistaken."
+    else:
+        message = f"Every {what} is impossibly {direction}."
+    raise ClusterError(
+        message,
+        where=where,
+        seen=f"{show(min(values))} to {show(max(values))} on {len(values)} links",
+        allowed=f"{show(allowed.low)} to {show(allowed.high)}",
+        next_step=f"the file needs {hint}",
+    )
+
+
+def _off_diagonal(matrix: Sequence[Sequence[float]]) -> list[float]:
+    return [value for a, row in enumerate(matrix) for b, value in enumerate(row) if a != b]

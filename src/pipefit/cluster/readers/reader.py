@@ -1,0 +1,142 @@
+"""What a reader is, and the parts that several readers share: hosts from names and what the caller gave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipefit.cluster.kinds import data_sheet_kind
+from pipefit.cluster.spec import uniform_rail
+from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.errors import ClusterError
+from pipefit.units import format_bandwidth, parse_bandwidth
+
+RAIL_LATENCY_S = 10e-6
+"""Assumed between hosts where only a bandwidth is given."""
+
+_DEVICES = re.compile(r"^(?:(?P<count>\d+)x)?(?P<kind>[A-Za-z][\w-]*|\d{4})$")
+
+_DRIVER_NAMES = (
+    (r"\bH200\b", "H200"),
+    (r"\bH100\b.*PCIE", "H100-PCIe"),
+    (r"\bH100\b", "H100"),
+    (r"\bA100\b.*\b80\s?GB", "A100-80"),
+    (r"\bA100\b.*\b40\s?GB", "A100-40"),
+    (r"\bL40S\b", "L40S"),
+    (r"\bL4\b", "L4"),
+    (r"\bRTX[ -]4090\b", "RTX-4090"),
+    (r"\bRTX[ -]3090\b", "RTX-3090"),
+    (r"\bV100\b.*\b32\s?GB", "V100-32"),
+    (r"\bV100\b", "V100"),
+    (r"\bT4\b", "T4"),
+    (r"\bMI300X\b", "MI300X"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One input and its name for messages."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the caller says beside the files."""
+
+    devices: str = ""
+    "`8xA100-80` or `A100-80`; '' where the files say it."
+    network: str = ""
+    "`200Gbit/s`: of one host; '' where the files say it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """One tool's output, and how to read it."""
+
+    name: str
+    summary: str
+    takes: str
+    "What it wants, in words."
+    read: Callable[[Sequence[Text], Given], Cluster]
+    literal: bool = False
+    "Whether the text itself may be given instead of a file."
+
+
+def given_devices(given: Given, where: str, count: int | None) -> tuple[DeviceKind, Link, int]:
+    """(kind, link inside a host, devices of a host) from `--devices`; `count` is what the files say, None if nothing.
+
+    Raises ClusterError where it is missing, malformed, of an unknown kind, or contradicts the files.
+    """
+    match = _DEVICES.match(given.devices)
+    if match is None:
+        raise ClusterError(
+            "The devices of a host are not known: the input does not say what they are."
+            if not given.devices
+            else "This does not say what devices a host holds.",
+            where=where if not given.devices else "--devices",
+            seen=repr(given.devices) if given.devices else None,
+            allowed="--devices KIND or COUNTxKIND, for example --devices 8xA100-80",
+        )
+    kind, link = data_sheet_kind(match["kind"])
+    wanted = int(match["count"]) if match["count"] else count
+    if wanted is None:
+        raise ClusterError(
+            "The number of devices of a host is not known.",
+            where=where,
+            next_step=f"say it: --devices 8x{match['kind']}",
+        )
+    if count is not None and wanted != count:
+        raise ClusterError(
+            "The input and --devices disagree on the devices of a host.", where=where, seen=count, allowed=str(wanted)
+        )
+    return kind, link, wanted
+
+
+def given_rail(given: Given, hosts: int, where: str) -> tuple[Rail, ...]:
+    """One rail on which all hosts are alike, from `--network`; none for one host. ClusterError where it is missing."""
+    if hosts < 2:
+        return ()
+    if not given.network:
+        raise ClusterError(
+            "Several hosts need the bandwidth between them; the input does not say it, and none is assumed.",
+            where=where,
+            seen=f"{hosts} hosts",
+            next_step="say it, for example --network 200Gbit/s, or measure it with pipefit profile",
+        )
+    return (uniform_rail("network", hosts, RAIL_LATENCY_S, parse_bandwidth(given.network, "--network")),)
+
+
+def cluster_of_hosts(names: Sequence[str], slots: Sequence[int | None], given: Given, where: str, tool: str) -> Cluster:
+    """A data-sheet cluster of named hosts: `slots` are their devices as far as the input says."""
+    hosts = []
+    kinds: dict[str, DeviceKind] = {}
+    link: Link | None = None
+    for name, count in zip(names, slots, strict=True):
+        kind, link, devices = given_devices(given, where, count)
+        kinds[kind.name] = kind
+        hosts.append(Host(name=name, kind=kind.name, devices=devices, link="inside"))
+    assert link is not None
+    rails = given_rail(given, len(hosts), where)
+    said = (
+        f"; {format_bandwidth(rails[0].bandwidth_bytes_per_s[0][1])} per host as given, 10 us assumed" if rails else ""
+    )
+    return Cluster(
+        name=f"{tool} {where}",
+        kinds=kinds,
+        links={"inside": link},
+        hosts=tuple(hosts),
+        rails=rails,
+        provenance=Provenance(source="data-sheet", where=f"hosts from {tool} {where}, devices from data sheets{said}"),
+    )
+
+
+def sheet_name(device: str) -> str | None:
+    """The data sheet for a device as its driver calls it (`NVIDIA A100-SXM4-80GB` -> `A100-80`), None if unknown."""
+    words = device.upper().replace("_", "-")
+    for pattern, name in _DRIVER_NAMES:
+        if re.search(pattern, words):
+            return name
+    return None

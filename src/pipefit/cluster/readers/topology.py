@@ -1,0 +1,187 @@
+"""`nvidia-smi topo -m`: how the GPUs of a host reach each other. One file for each host, named like the host.
+
+Columns are found by the header: GPUs, then network cards (`NIC0` with a legend, `mlx5_0` in older versions), then
+affinities, which are not read. The matrix says the kind of way, not its speed: NVLinks count with the speed of one
+link of that generation, everything else with the PCIe slot of the data sheet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipefit.cluster.readers.reader import Given, Reader, Text, given_devices, given_rail
+from pipefit.cluster.types import Cluster, Host, Link, Provenance
+from pipefit.errors import ClusterError, FormatError
+
+NVLINK_BYTES_PER_S = {"V100": 25e9, "V100-32": 25e9, "A100-40": 25e9, "A100-80": 25e9, "H100": 25e9, "H200": 25e9}
+"""One direction of one NVLink; NVIDIA's architecture papers of Volta (NVLink 2), Ampere (3) and Hopper (4)."""
+
+PCIE_BYTES_PER_S = {"V100": 16e9, "V100-32": 16e9, "T4": 16e9, "H100": 64e9, "H100-PCIe": 64e9, "H200": 64e9}
+"""One direction of a x16 slot: generation 3, 5; all others have generation 4."""
+
+PCIE_4 = 32e9
+LATENCY_S = 5e-6
+"""Assumed inside a host."""
+
+WAYS = {
+    "PIX": "one PCIe bridge",
+    "PXB": "several PCIe bridges",
+    "PHB": "the processor's PCIe host bridge",
+    "NODE": "host bridges of one processor",
+    "SYS": "the link between processors",
+    "SOC": "the link between processors",
+}
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_NVLINK = re.compile(r"^NV(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The matrix of one host."""
+
+    gpus: tuple[str, ...]
+    cards: tuple[str, ...]
+    "Network cards."
+    ways: tuple[tuple[str, ...], ...]
+    "[gpu][gpu, then card]: X, NV12, PIX, PXB, PHB, NODE, SYS."
+
+
+def parse(text: str, where: str) -> Topology:
+    """The matrix in the output. FormatError where it is none, is cut short, or contradicts itself."""
+    lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
+    start = next((i for i, line in enumerate(lines) if re.match(r"^\s+GPU0\b", line)), None)
+    if start is None:
+        raise FormatError(
+            "There is no topology matrix in this file.",
+            where=where,
+            seen=repr(text.strip().splitlines()[0][:60]) if text.strip() else "an empty file",
+            allowed="the output of: nvidia-smi topo -m",
+        )
+    columns = re.split(r"\bCPU Affinity\b", lines[start])[0].split()
+    gpus = tuple(name for name in columns if name.startswith("GPU"))
+    cards = tuple(name for name in columns if not name.startswith("GPU"))
+    if columns != [*gpus, *cards]:
+        raise FormatError(
+            "The columns of the matrix are in an unknown order.",
+            where=f"{where}, line {start + 1}",
+            seen=" ".join(columns),
+        )
+    rows = {
+        line.split()[0]: (number, line.split()[1:])
+        for number, line in enumerate(lines[start + 1 :], start + 2)
+        if line.strip()
+    }
+    matrix = []
+    for gpu in gpus:
+        if gpu not in rows:
+            raise _cut_short(where, f"no row for {gpu}")
+        number, cells = rows[gpu]
+        if len(cells) < len(columns):
+            raise _cut_short(f"{where}, line {number}", f"{len(cells)} of {len(columns)} entries")
+        matrix.append(tuple(_cell(cell, f"{where}, line {number}") for cell in cells[: len(columns)]))
+    _check_matrix(gpus, matrix, where)
+    return Topology(gpus, cards, tuple(matrix))
+
+
+def read(texts: Sequence[Text], given: Given) -> Cluster:
+    """The cluster of these hosts: devices of the kind in `--devices`, links by the slowest way between two GPUs."""
+    hosts, links, kinds, said = [], {}, {}, []
+    for text in texts:
+        topology = parse(text.text, text.where)
+        kind, _, count = given_devices(given, text.where, len(topology.gpus))
+        kinds[kind.name] = kind
+        way = slowest(topology)
+        name = f"{way} of {kind.name}"
+        links[name] = Link(latency_s=LATENCY_S, bandwidth_bytes_per_s=way_bytes_per_s(way, kind.name, text.where))
+        hosts.append(Host(name=Path(text.where).stem, kind=kind.name, devices=count, link=name))
+        said.append(f"{hosts[-1].name}: {describe(topology, way)}")
+    names = [host.name for host in hosts]
+    if len(set(names)) < len(names):
+        raise ClusterError("Two files stand for the same host: their names are alike.", where=", ".join(names))
+    return Cluster(
+        name="topology of " + ", ".join(names),
+        kinds=kinds,
+        links=links,
+        hosts=tuple(hosts),
+        rails=given_rail(given, len(hosts), texts[0].where),
+        provenance=Provenance(
+            source="data-sheet", where=f"nvidia-smi topo -m; speeds from data sheets, 5 us assumed; {'; '.join(said)}"
+        ),
+    )
+
+
+def slowest(topology: Topology) -> str:
+    """The slowest way between two GPUs: fewest NVLinks, else the longest way over PCIe."""
+    order = list(WAYS)
+    ways = [way for i, row in enumerate(topology.ways) for j, way in enumerate(row[: len(topology.gpus)]) if i != j]
+    if not ways:
+        return "NV0"
+    slow = [way for way in ways if way in order]
+    if slow:
+        return max(slow, key=order.index)
+    return min(ways, key=lambda way: int(way[2:]))
+
+
+def way_bytes_per_s(way: str, kind: str, where: str) -> float:
+    """The speed of a way for that kind of device. ClusterError for NVLinks on a kind that is not known to have them."""
+    nvlink = _NVLINK.match(way)
+    if nvlink is None:
+        return PCIE_BYTES_PER_S.get(kind, PCIE_4)
+    if kind not in NVLINK_BYTES_PER_S:
+        raise ClusterError(
+            "The matrix shows NVLinks; their speed on this kind of device is not known.",
+            where=where,
+            seen=f"{way} on {kind}",
+            allowed=", ".join(NVLINK_BYTES_PER_S),
+            next_step="measure the links with pipefit profile, or write the cluster file by hand",
+        )
+    return max(1, int(nvlink[1])) * NVLINK_BYTES_PER_S[kind]
+
+
+def describe(topology: Topology, way: str) -> str:
+    """`8 GPUs, 4 network cards, slowest way SYS (the link between processors)`."""
+    meaning = WAYS.get(way, f"{way[2:]} NVLinks")
+    return f"{len(topology.gpus)} GPUs, {len(topology.cards)} network cards, slowest way {way} ({meaning})"
+
+
+def _cell(cell: str, where: str) -> str:
+    if cell == "X" or cell in WAYS or _NVLINK.match(cell):
+        return cell
+    raise FormatError(
+        "The matrix holds an entry that is not known; it may be of another version, or cut short.",
+        where=where,
+        seen=repr(cell),
+        allowed="X, NV1 and so on, " + ", ".join(WAYS),
+    )
+
+
+def _check_matrix(gpus: Sequence[str], matrix: Sequence[Sequence[str]], where: str) -> None:
+    for i, row in enumerate(matrix):
+        for j in range(len(gpus)):
+            if (row[j] == "X") != (i == j) or row[j] != matrix[j][i]:
+                raise FormatError(
+                    "The matrix contradicts itself.",
+                    where=where,
+                    seen=f"{gpus[i]} to {gpus[j]} is {row[j]}, {gpus[j]} to {gpus[i]} is {matrix[j][i]}",
+                    allowed="X on the diagonal alone, the same entry both ways",
+                )
+
+
+def _cut_short(where: str, seen: str) -> FormatError:
+    return FormatError(
+        "The matrix is incomplete: the file was cut short.",
+        where=where,
+        seen=seen,
+        next_step="save the whole output of: nvidia-smi topo -m",
+    )
+
+
+READER = Reader(
+    name="nvidia-smi-topo",
+    summary="`nvidia-smi topo -m`, a file for each host",
+    takes="saved output of nvidia-smi topo -m, one file a host",
+    read=read,
+)
