@@ -85,7 +85,7 @@ def test_the_command_prints_csv_and_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("1f3b",), ("The schedule is unknown.", "allowed: 1f1b, gpipe", "did you mean '1f1b'?")),
+        (("1f3b",), ("The schedule is unknown.", "allowed: 1f1b, ", "did you mean '1f1b'?")),
         (("1f1b", "--microbatches", "0"), ("at least one microbatch", "seen: 0")),
         (("1f1b", "--devices", "0"), ("at least one device", "--devices", "seen: 0")),
         (("1f1b", "--slices", "0"), ("at least one slice", "seen: 0")),
