@@ -235,7 +235,7 @@ def _row(words: Sequence[str], columns: Sequence[str], where: str) -> Row:
         if len(words) < len(names) and optional in names:
             names.remove(optional)
     blank = len(names) < len(columns)
-    named = sum(word.isalpha() for word in words[2:5])
+    named = sum(re.fullmatch(r"-?[\d.]+", word) is None for word in words[2:5])
     if len(words) != len(names) or names.count("busbw") != 2 or (blank and named != 1 + ("redop" in names)):
         raise FormatError(
             "The row does not fit the header: it was cut short, or is of another version.",
