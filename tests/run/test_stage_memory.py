@@ -33,11 +33,8 @@ def test_saved_bytes_after_forward_and_after_input_gradient(recompute, dtype, dr
     feed = toy_feed(ROWS, TOKENS)
     x = torch.randn(ROWS, TOKENS, WIDTH, dtype=dtype)
     saved = saved_bytes(graph, SYMBOLS, dtype.itemsize, recompute)
-    # Of the step's positions, and left out by the planner: one table of cos and sin, and the keys of dropout, 4 bytes
-    # a token and layer.
+    # Of the step's positions, and left out by the planner: one table of cos and sin.
     shared = 0 if recompute == "full" else 2 * ROWS * TOKENS * (HEAD // 2) * dtype.itemsize
-    if recompute != "full" and dropout:
-        shared += 2 * ROWS * TOKENS * 4
     with StorageAudit() as audit:
         program.forward(0, 0, {"": x}, feed)
         program._records[0, 0].cache.clear() if recompute == "full" else None

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from pipefit.model.ops import effective_recompute
 from pipefit.run.stage_compile import LayerFunction
+from pipefit.run.stage_engine import edge_of, run_backward
 from pipefit.run.stage_record import Piece, Record
 
 Done = Callable[[int], None] | None
@@ -67,8 +67,7 @@ class Stretch:
         if done is not None:
             for place, node in piece.marks:
                 node.register_prehook(_announcer(pending, place, done))
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        run_backward(roots, gradients)
         while done is not None and pending:
             done(pending.pop())
         for name, leaf in piece.extras.items():
@@ -86,7 +85,7 @@ class Stretch:
         for name in self.produced:
             outputs.append(record.extras[name])
             record.extras[name] = record.extras[name].detach()
-        roots = tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs)
+        roots = tuple(map(edge_of, outputs))
         return Piece(leaf, extras, roots, marks), outputs[0].detach()
 
     def _run(self, record: Record, x: Any, marks: list[tuple[int, Any]]) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS
+from pipefit.run.stage_engine import run_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Recipe:
     def backward(self, gradients: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs; those of parameters go into their buffers on the way. Lets go of everything."""
         pairs = [(y, dy) for y, dy in zip(self.compute(), gradients, strict=True) if dy is not None and y.requires_grad]
-        torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
+        run_backward([y for y, _ in pairs], [dy for _, dy in pairs])
         result = [
             leaf.grad if needs and not isinstance(leaf, torch.nn.Parameter) else None
             for leaf, needs in zip(self.leaves, self.needs, strict=True)
