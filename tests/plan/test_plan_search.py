@@ -192,7 +192,7 @@ def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
     [
         ({"microbatches": 3}, "cannot be cut into this many equal microbatches"),
         ({"replicas": (1,) * 3, "stages": 2}, "need more devices than the cluster has"),
-        ({"stages": 4, "cuts": (1, 2, 3), "replicas": (1, 1)}, "need more devices"),
+        ({"schedule": "1f1b", "stages": 4, "cuts": (1, 2, 3), "replicas": (1, 1)}, "need more devices"),
         ({"replicas": (1,) * 4, "microbatches": 4}, "fewer rows than there are replicas"),
         ({"devices": 3, "replicas": (1, 1)}, "No plan obeys all these fixes"),
     ],

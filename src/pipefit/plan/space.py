@@ -100,9 +100,15 @@ def _divisors(number: int) -> list[int]:
 
 
 def _lanes_for(stages: int, pins: Mapping[str, Any]) -> int:
-    """The fewest lanes on which a schedule that may be chosen lays this many stages; `stages` if none does."""
-    names = [pins["schedule"]] if "schedule" in pins else list(FAMILIES)
-    fits = (lanes for lanes in range(1, stages) if any(len(FAMILIES[n].placement(lanes)) == stages for n in names))
+    """The fewest lanes on which a schedule that may be chosen lays this many stages; `stages` if none does. A single
+    lane runs 1F1B alone where no schedule is pinned: see `_schedules`."""
+    pinned = "schedule" in pins
+    names = [pins["schedule"]] if pinned else list(FAMILIES)
+    fits = (
+        lanes
+        for lanes in range(1 if pinned else 2, stages)
+        if any(len(FAMILIES[n].placement(lanes)) == stages for n in names)
+    )
     return next(fits, stages)
 
 

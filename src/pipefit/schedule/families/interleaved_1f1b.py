@@ -1,0 +1,78 @@
+"""Interleaved 1F1B: every lane holds several stages in turn, so that filling the pipeline costs a fraction of a stage
+(Narayanan et al. 2021, arXiv 2104.04473, section 2.2; called virtual pipeline stages in Megatron-LM).
+
+Stage s of d v stages lies on lane s mod d. The microbatches go in groups through stage after stage of a lane; a group
+is d microbatches, or a few more where d does not divide them evenly, so that any number of microbatches is allowed.
+On equal stages with d dividing m the time is (m v + d - 1)(f + b), f and b of one stage, and lane i of d keeps
+min(m v, (v - 1) d + 2 (d - 1 - i) + 1) stage-microbatches alive. With one stage per lane it is 1F1B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain as joined
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Action, Schedule
+from pipefit.schedule.families.one_f_one_b import build as build_1f1b
+from pipefit.schedule.problem import Problem
+
+name = "interleaved-1f1b"
+
+
+def placement(devices: int, turns: int = 2) -> tuple[int, ...]:
+    """The looped placement: stages 0 to d-1 on lanes 0 to d-1, and again from the first lane, `turns` times."""
+    return tuple(range(devices)) * turns
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError where stages do not lie on the lanes in turn."""
+    turns = problem.stages // problem.lanes
+    if turns == 1:
+        lanes = build_1f1b(problem).lanes
+    elif problem.placement == placement(problem.lanes, turns):
+        groups = _groups(problem)
+        lanes = tuple(_lane(lane, turns, groups, problem) for lane in range(problem.lanes))
+    else:
+        raise ScheduleError(
+            "Interleaved 1F1B is written for stages that lie on the lanes in turn.",
+            where="placement",
+            seen=",".join(map(str, problem.placement)),
+            allowed=f"for example {','.join(map(str, placement(problem.lanes)))}",
+            next_step="use gpipe, which takes any placement, or a schedule made for this placement",
+        )
+    return Schedule(
+        name=name,
+        placement=problem.placement,
+        microbatches=problem.microbatches,
+        slices=problem.slices,
+        lanes=lanes,
+    )
+
+
+def _groups(problem: Problem) -> list[range]:
+    """Runs of microbatches that pass a lane's stages together: at least one unit for every lane, where there are as
+    many, because a group comes back to the first lane after as many units as there are lanes."""
+    least = math.ceil(problem.lanes / problem.slices)
+    count = max(1, problem.microbatches // least)
+    stops = [problem.microbatches * i // count for i in range(count + 1)]
+    return [range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+
+
+def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem) -> tuple[Action, ...]:
+    """A warm-up, then one forward and one backward in turn. The warm-up lasts until the first microbatch has come
+    through the lane's other stages, plus what it takes from here to the last lane and back."""
+    held, slices = problem.held(lane), problem.slices
+    ahead = [Action("F", stage, m, k) for group in groups for stage in held for m in group for k in range(slices)]
+    back = [
+        Action("B", stage, m, k)
+        for group in groups
+        for stage in reversed(held)
+        for m in group
+        for k in reversed(range(slices))
+    ]
+    around = 2 * (problem.lanes - 1 - lane)
+    warm = min(len(ahead), (turns - 1) * max(map(len, groups)) * slices + around + slices - 1)
+    steady = joined.from_iterable(zip(ahead[warm:], back, strict=False))
+    return (*ahead[:warm], *steady, *back[len(ahead) - warm :])
