@@ -19,7 +19,7 @@ from pipefit.plan.build import build_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import lower_for, order_of
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Wire
-from pipefit.run.build import initial_values
+from pipefit.run.initial import initial_values
 from pipefit.schedule.actions import Action, Schedule, parse_lanes
 
 LLAMA: dict[str, Any] = {

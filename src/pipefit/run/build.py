@@ -14,11 +14,12 @@ import torch
 from pipefit.errors import PlanError, StalePlanError
 from pipefit.layout import Box, Group, holding, parse_form
 from pipefit.model.graph import Model, Module, size_value
+from pipefit.model.registry import build_layers
 from pipefit.plan.sharded import LayerProgram, Programs, program_hash
 from pipefit.plan.types import Edge, Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms
-from pipefit.run.initial import initial_value, kinds_of
+from pipefit.run.initial import Value, initial_values
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.reduce import Reducer
 from pipefit.run.shard_comm import ShardContext
@@ -31,9 +32,6 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 BUCKET_BYTES = 32 << 20
 """Of gradients in one reduction: large enough that latency does not count, small enough to overlap."""
-
-Value = Callable[[str, Sequence[int], Box], torch.Tensor]
-"""(global name, global shape, box) -> that part of the parameter, any float type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +111,6 @@ def build_worker(
         master_dtype=gradient_dtype,
         frozen=frozen,
     )
-
-
-def initial_values(plan: Plan, model: Model) -> Value:
-    """Values from the plan's seed and the family's `initializer_range`."""
-    kinds = kinds_of(model)
-    std = float(model.config.get("initializer_range", 0.02))
-
-    def value(name: str, shape: Sequence[int], box: Box) -> torch.Tensor:
-        return initial_value(name, shape, kinds[name], std, plan.job.seed, box)
-
-    return value
 
 
 def make_groups(plan: Plan, model: Model, comms: Comms) -> None:
@@ -231,7 +218,19 @@ def _program(
         seed=plan.job.seed,
         first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
         slices=len(plan.order.slices),
+        modules=_opaque_modules(model, layers, place.torch_device),
     )
+
+
+def _opaque_modules(
+    model: Model, layers: Sequence[StageLayer], device: torch.device
+) -> dict[str, torch.nn.Module] | None:
+    """The user's own modules for layers that could not be captured, by layer name. Their parameters are not used."""
+    wanted = {layer.name for layer in layers if any(op.kind == "opaque" for op in layer.graph.operators)}
+    if not wanted:
+        return None
+    built = build_layers(model.family, model.config, device=str(device))
+    return {str(layer.layer_name): layer for layer in built if layer.layer_name in wanted}
 
 
 def _entries(

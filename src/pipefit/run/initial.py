@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,8 +17,13 @@ from torch import Tensor
 
 from pipefit.layout import Box
 from pipefit.model.graph import Model
+from pipefit.model.registry import USER, build_layers
+from pipefit.plan.types import Plan
 
 Kind = Literal["normal", "ones", "zeros"]
+
+Value = Callable[[str, Sequence[int], Box], Tensor]
+"""(global name, global shape, box) -> that part of the parameter, any float type."""
 
 _BLOCK = 1 << 20
 """Elements drawn from one generator, about: rows are never divided."""
@@ -28,6 +33,32 @@ _ROLES: Mapping[str, Sequence[Kind]] = {
     "layer_norm": ("normal", "ones", "zeros"),
     "linear": ("normal", "normal", "zeros"),
 }
+
+
+def initial_values(plan: Plan, model: Model) -> Value:
+    """Values from the plan's seed: a user's layers start as they start themselves, a family's by `initial.py`."""
+    kinds = kinds_of(model)
+    std = float(model.config.get("initializer_range", 0.02))
+    own = _own_values(plan, model) if model.family == USER else {}
+
+    def value(name: str, shape: Sequence[int], box: Box) -> Tensor:
+        if name in own:
+            return own[name][tuple(slice(start, stop) for start, stop in box)]
+        return initial_value(name, shape, kinds[name], std, plan.job.seed, box)
+
+    return value
+
+
+def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
+    """What the user's modules hold after they were made under the plan's seed: the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.job.seed)
+        layers = build_layers(model.family, model.config, device="cpu")
+    return {
+        str(layer.parameter_names[local]): parameter.detach()
+        for layer in layers
+        for local, parameter in layer.named_parameters()
+    }
 
 
 def kinds_of(model: Model) -> dict[str, Kind]:

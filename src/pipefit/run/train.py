@@ -24,11 +24,12 @@ from pipefit.errors import CheckpointError, RunError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run import checkpoint
-from pipefit.run.build import Value, build_worker
+from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig
 from pipefit.run.faults import injected
 from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
 from pipefit.run.state import MODEL, all_pieces, model_pieces

@@ -136,6 +136,11 @@ class Worker:
             self._evaluation = _Evaluation(self, self._shape_of)
         return self._evaluation.run(feeds)
 
+    @property
+    def local_loss(self) -> Tensor:
+        """The summed loss of the last step over this rank's own rows; zero where it holds no loss."""
+        return self._loss
+
     def synchronise_masters(self) -> None:
         """Take the parameters as they now are for the optimizer's master copies (after loading weights)."""
         for optimizer in self.optimizers:
