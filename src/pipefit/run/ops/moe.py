@@ -100,6 +100,7 @@ def build(operator: Operator, context: Context) -> Step:
     activation = ACTIVATIONS[operator.attributes["activation"]]
     layer = context.layer
     wide = torch.promote_types(context.dtype, torch.float32)
+    numbers = torch.arange(experts, device=context.device)
 
     def moe(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -108,7 +109,7 @@ def build(operator: Operator, context: Context) -> Step:
         if normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         chosen, order = chosen.reshape(-1).sort(stable=True)
-        ends: Any = torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+        ends: Any = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         if counts_on_host(x):
             ends = ends.tolist()
         token = order // top
