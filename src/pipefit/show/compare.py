@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PlanError
+from pipefit.plan.explain import TextTable
 from pipefit.plan.types import Plan
-from pipefit.show.figures import Figures, figures_of
+from pipefit.show.figures import Figures, Pair, figures_of, percent
 from pipefit.show.record import RunRecord
+from pipefit.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +23,6 @@ class Entry:
     plan: Plan
     figures: Figures
     has_run: bool
-
-    @property
-    def name(self) -> str:
-        """The decisions in short: replicas x stages x shards, microbatches, schedule."""
-        words = self.plan.decisions
-        layout = " x ".join(
-            f"{words[key]} {key}" for key in ("replicas", "stages", "shards") if words.get(key, "1") != "1"
-        )
-        return f"{layout or '1 device'}, {self.plan.order.microbatches} microbatches, {self.plan.order.name}"
 
 
 def compare(opened: Sequence[tuple[Path, Plan, RunRecord | None]]) -> tuple[Entry, ...]:
@@ -59,6 +52,48 @@ def as_data(entry: Entry) -> Mapping[str, Any]:
         for field in fields(Figures)
     }
     return {"path": entry.path, "plan": entry.plan.hash, "decisions": dict(entry.plan.decisions), **pairs}
+
+
+def compare_table(entries: Sequence[Entry]) -> TextTable:
+    """A row for every prediction, one below it for what was measured, and one for the error of the prediction."""
+    varied = [key for key in entries[0].plan.decisions if len({e.plan.decisions.get(key, "") for e in entries}) > 1]
+    rows = []
+    for entry in entries:
+        choices = [entry.plan.decisions.get(key, "") for key in varied]
+        rows.append((entry.path, *choices, "predicted", *_cells(entry.figures, lambda pair: pair.predicted)))
+        if entry.has_run:
+            blank = [""] * (1 + len(varied))
+            rows.append((*blank, "measured", *_cells(entry.figures, lambda pair: pair.measured)))
+            rows.append((*blank, "error", *(_error(pick(entry.figures), share) for _, pick, _, share in COLUMNS)))
+    job = entries[0].plan.job
+    return TextTable(
+        title=f"{entries[0].plan.model.name}, batch {job.batch} x {job.sequence} tokens",
+        columns=("plan", *varied, "", *(name for name, _, _, _ in COLUMNS)),
+        rows=tuple(rows),
+    )
+
+
+COLUMNS: tuple[tuple[str, Callable[[Figures], Pair], Callable[[float], str], bool], ...] = (
+    ("step", lambda figures: figures.step_s, format_seconds, False),
+    ("tokens/s", lambda figures: figures.tokens_per_s, format_count, False),
+    ("idle", lambda figures: figures.idle_share, percent, True),
+    ("peak memory", lambda figures: figures.peak_bytes, format_bytes, False),
+    ("of limit", lambda figures: figures.peak_share, percent, True),
+)
+"""Heading, figure, how it is printed, and whether it is a share, whose error is told in points."""
+
+
+def _cells(figures: Figures, which: Callable[[Pair], float | None]) -> list[str]:
+    values = [(which(pick(figures)), form) for _, pick, form, _ in COLUMNS]
+    return ["-" if value is None else form(value) for value, form in values]
+
+
+def _error(pair: Pair, share: bool) -> str:
+    if pair.predicted is None or pair.measured is None:
+        return "-"
+    if share:
+        return f"{100 * (pair.predicted - pair.measured):+.1f} points"
+    return f"{pair.error:+.1%}" if pair.error is not None else "-"
 
 
 def _differences(one: Plan, other: Plan) -> list[tuple[str, object, object]]:

@@ -74,6 +74,11 @@ def figures_of(plan: Plan, record: RunRecord | None) -> Figures:
     )
 
 
+def percent(share: float) -> str:
+    """`12 %`, below ten with one decimal."""
+    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
+
+
 def limits_by_device(plan: Plan) -> dict[int, float]:
     """The memory that the plan counted on, for each device."""
     assert plan.prediction is not None

@@ -14,43 +14,44 @@ def text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
-def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Sequence[int] = ()) -> str:
+def table(
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numeric: Sequence[int] = (),
+    stack: bool = False,
+) -> str:
     """A table whose cells are HTML already. `numeric` names the columns that are set to the right.
 
-    The first cell of a row is its heading. The table scrolls sideways in its own box where it is too wide.
+    The first cell of a row is its heading. A table that is too wide scrolls sideways in its own box, or, with `stack`,
+    becomes a list of cards on a phone; the roles say then what the layout no longer does.
     """
 
-    def cell(tag: str, column: int, content: str, scope: str = "") -> str:
+    def cell(column: int, content: str) -> str:
         mark = ' class="number"' if column in numeric else ""
-        return f"<{tag}{mark}{scope}>{content}</{tag}>"
+        name = f' data-label="{text(heads[column])}"' if stack else ""
+        if column == 0:
+            return f'<th scope="row" role="rowheader"{mark}{name}>{content}</th>'
+        return f'<td role="cell"{mark}{name}>{content}</td>'
 
-    head = "".join(cell("th", i, text(name), ' scope="col"') for i, name in enumerate(heads))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            cell("th", i, content, ' scope="row"') if i == 0 else cell("td", i, content)
-            for i, content in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
+    head = "".join(
+        f'<th scope="col" role="columnheader"{" class=number" if i in numeric else ""}>{text(name)}</th>'
+        for i, name in enumerate(heads)
     )
+    body = "".join(f'<tr role="row">{"".join(cell(i, content) for i, content in enumerate(row))}</tr>' for row in rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}"><table>'
-        f"<caption>{text(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
+        f'<table role="table"{" class=stack" if stack else ""}><caption>{text(caption)}</caption>'
+        f'<thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table></div>'
     )
 
 
 def embed(data: Any) -> str:
     """JSON that can stand inside a <script> element: no `<`, and nothing that is not a number."""
     plain = json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for bad, good in (
-        ("<", "\\u003c"),
-        (">", "\\u003e"),
-        ("&", "\\u0026"),
-        ("\u2028", "\\u2028"),
-        ("\u2029", "\\u2029"),
-    ):
-        plain = plain.replace(bad, good)
+    for character in "<>&\u2028\u2029":
+        plain = plain.replace(character, f"\\u{ord(character):04x}")
     return plain
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pipefit.layout import Group
 from pipefit.plan.types import LanePrediction
 from pipefit.show.breakdown import PARTS, Breakdown
-from pipefit.show.figures import Figures, Pair
+from pipefit.show.figures import Figures, Pair, percent
 from pipefit.show.html import table, text
 from pipefit.show.record import RunRecord, Step
 from pipefit.show.subject import Subject
@@ -39,17 +39,16 @@ PART_STYLES = {
 }
 
 
+BUSIEST = 8
+"""Links in the table beside the heat-map."""
+
+
 def card(identifier: str, title: str, body: str) -> str:
     """A section of the page."""
     return (
         f'<section class="card" id="{identifier}" aria-labelledby="{identifier}-title">'
         f'<h2 id="{identifier}-title">{text(title)}</h2>{body}</section>'
     )
-
-
-def percent(share: float) -> str:
-    """`12 %`, below ten with one decimal."""
-    return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
 
 
 def tiles(figures: Figures, record: RunRecord | None, extra: Sequence[tuple[str, str, str]] = ()) -> str:
@@ -128,9 +127,10 @@ def timeline_section(subject: Subject, kinds: Iterable[str], left_out: int) -> s
         '<div class="overview" id="timeline-overview" aria-hidden="true"><div class="thumb" id="timeline-thumb"></div>'
         '</div><div class="tip" id="timeline-tip" hidden></div></div>'
         '<p class="status" id="timeline-status" role="status" aria-live="polite"></p>'
-        '<p class="note">Drag to move; zoom with Ctrl and the wheel, two fingers, a double click or the buttons. '
+        '<details><summary>How to move and zoom</summary><p class="note">'
+        "Drag to move; zoom with Ctrl and the wheel, two fingers, a double click or the buttons. "
         "With the keyboard: arrows choose an action, + and − zoom, 0 shows all. Thin strips are links: a transfer from "
-        "its start to the arrival of its data, and reductions.</p>",
+        "its start to the arrival of its data, and reductions.</p></details>",
     )
 
 
@@ -185,7 +185,7 @@ def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured
         "breakdown",
         "Where the step goes",
         f'<p class="lead">{lead}</p><ul class="legend">{legend}</ul>'
-        f'<div class="bars{many}">{bars}</div>'
+        f'<div class="bars{many}" tabindex="0" role="region" aria-label="Bars of every device">{bars}</div>'
         f"<details><summary>The same as a table</summary>{_breakdown_table(predicted, measured)}</details>",
     )
 
@@ -255,6 +255,8 @@ def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
     ]
     choice = _segments("memory-scale", "Scale", (("peak", "To the peak"), ("limit", "To the limit")))
     held = "; the line across is the measured peak" if peaks else ""
+    if peaks and "cpu" in subject.cluster.kinds:
+        held += " (on CPUs the resident memory of the process, Python and its libraries included)"
     return card(
         "memory",
         "Memory",
@@ -289,7 +291,7 @@ def links_section(subject: Subject, traffic: Traffic) -> str:
     if len(subject.cluster.hosts) > 1:
         choices += _segments("links-level", "Between", (("devices", "Devices"), ("hosts", "Hosts")))
     rows = []
-    for (source, target), total in sorted(traffic.totals().items(), key=lambda item: -item[1])[:12]:
+    for (source, target), total in sorted(traffic.totals().items(), key=lambda item: -item[1])[:BUSIEST]:
         link = subject.network.link(source, target)
         why = ", ".join(f"{reason} {format_bytes(traffic.bytes[source, target][reason])}" for reason in REASONS
                         if traffic.bytes[source, target].get(reason))  # fmt: skip
@@ -298,24 +300,23 @@ def links_section(subject: Subject, traffic: Traffic) -> str:
                 f"{source} to {target}",
                 format_bytes(total),
                 format_bandwidth(link.bandwidth_bytes_per_s),
-                format_seconds(link.latency_s),
                 format_seconds(total / link.bandwidth_bytes_per_s),
                 text(why),
             ]
         )
-    heads = ["Devices", "Bytes a step", "Bandwidth", "Latency", "Busy for", "What for"]
+    heads = ["Devices", "Bytes a step", "Bandwidth", "Busy for", "What for"]
     return card(
         "links",
         "Links",
         '<p class="lead">What the plan sends from each row to each column in one step. Point at a square for its '
         "figures.</p>"
         f'<div class="controls">{choices}</div>'
-        '<div class="heat"><div id="links-map"></div></div>'
+        '<div class="columns"><div><div class="heat"><div id="links-map"></div></div>'
         '<p class="scale"><span id="links-low"></span><span class="ramp" aria-hidden="true"></span>'
-        '<span id="links-high"></span></p><p class="status" id="links-status" role="status" aria-live="polite"></p>'
-        "<details><summary>The busiest links as a table</summary>"
-        + table("The busiest links, by bytes of one step", heads, rows, numeric=(1, 2, 3, 4))
-        + "</details>",
+        '<span id="links-high"></span></p>'
+        '<p class="status" id="links-status" role="status" aria-live="polite"></p></div>'
+        + table("The busiest links, by bytes of one step", heads, rows, numeric=(1, 2, 3), stack=True)
+        + "</div>",
     )
 
 
@@ -327,14 +328,14 @@ def training_section(record: RunRecord, predicted_s: float) -> str:
         [str(step.step), f"{step.loss:.4f}", format_seconds(step.step_s), f"{step.grad_norm:.3f}"]
         for step in _sample(record.steps, 12)
     ]
-    points = ", circles are the loss over held-out text" if record.evaluations else ""
+    points = ", circles: over held-out text" if record.evaluations else ""
     return card(
         "training",
         "Training",
         '<div class="columns">'
         f'<figure id="loss-chart"><figcaption><b>Loss</b>{points} <output>{last.loss:.3f} at step {last.step}{held}'
         '</output></figcaption><div class="holder"></div></figure>'
-        '<figure id="time-chart"><figcaption><b>Step time</b>, dashed is the prediction '
+        '<figure id="time-chart"><figcaption><b>Step time</b>, dashed: predicted '
         f"<output>median {format_seconds(record.step_s)}, predicted {format_seconds(predicted_s)}</output></figcaption>"
         '<div class="holder"></div></figure></div>'
         "<details><summary>Some steps as a table</summary>"

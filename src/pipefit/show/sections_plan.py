@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 
 from pipefit import __version__
 from pipefit.plan.types import Alternative, Plan, Prediction
+from pipefit.show.figures import percent
 from pipefit.show.html import table, text
-from pipefit.show.sections import card, percent
+from pipefit.show.sections import card
 from pipefit.show.subject import Subject, drift
 from pipefit.units import format_bytes, format_flops, format_seconds
 
@@ -19,22 +20,20 @@ DRIFT = 1e-6
 
 def bound_section(prediction: Prediction) -> str:
     """How far the plan is from the least time that any plan could take, and what the time hangs on."""
-    parts = []
+    parts = ['<p class="lead">The plan carries no lower bound.</p>']
     if prediction.lower_bound_s > 0:
         share = prediction.lower_bound_s / prediction.step_s
         above = prediction.step_s / prediction.lower_bound_s - 1.0
-        parts.append(
+        parts = [
             f"<p>No plan in the space that was searched can take less than "
             f"<b>{format_seconds(prediction.lower_bound_s)}</b> a step (a lower bound, which may not be reachable). "
             f"This one is predicted to take <b>{format_seconds(prediction.step_s)}</b>, {percent(above)} above it.</p>"
             f'<div class="gauge" role="img" aria-label="The bound is {percent(share)} of the predicted step">'
             f'<i style="width:{100 * share:.2f}%"></i></div>'
             f'<p class="note">The filled part is the bound, the whole bar the predicted step.</p>'
-        )
+        ]
     if prediction.binds:
         parts.append(f"<p>What the step time hangs on, along the critical path: <b>{text(prediction.binds)}</b>.</p>")
-    if not parts:
-        parts.append('<p class="lead">The plan carries no lower bound.</p>')
     return card("bound", "What limits it", "".join(parts))
 
 
@@ -59,7 +58,13 @@ def decisions_section(plan: Plan, prediction: Prediction) -> str:
     heads = ["", *names, "Step time", "Peak", "Of limit", "Why"]
     width = len(names)
     others = (
-        table("This plan and the alternatives that were looked at", heads, rows, numeric=range(width + 1, width + 4))
+        table(
+            "This plan and the alternatives that were looked at",
+            heads,
+            rows,
+            numeric=range(width + 1, width + 4),
+            stack=True,
+        )
         if plan.alternatives
         else '<p class="note">The plan records no alternatives.</p>'
     )
@@ -71,7 +76,7 @@ def provenance_section(subject: Subject) -> str:
     plan, cluster, record = subject.plan, subject.cluster, subject.record
     source = cluster.provenance
     facts = [
-        ("Plan", f"<code>{plan.hash}</code>, format {plan.version}"),
+        ("Plan", f"<code>{subject.plan_hash}</code>, format {plan.version}"),
         ("Model", f"{text(plan.model.name)} ({text(plan.model.family)}), <code>{plan.hashes.model}</code>"),
         (
             "Cluster",
@@ -104,8 +109,8 @@ def _drift_note(subject: Subject) -> str:
 
 
 def _varied(chosen: Mapping[str, str], others: Sequence[Alternative]) -> list[str]:
-    """The decisions that alternatives name and in which some differ, in the plan's order."""
-    named = {name for other in others for name in other.decisions}
+    """The decisions that alternatives name and in which some differ, in the plan's order; not the long list of cuts."""
+    named = {name for other in others for name in other.decisions} - {"cuts"}
     names = [name for name in dict.fromkeys([*chosen, *sorted(named)]) if name in named]
     return [
         name for name in names if len({other.decisions.get(name, "") for other in others} | {chosen.get(name, "")}) > 1
@@ -118,7 +123,7 @@ def _cells(decisions: Mapping[str, str], names: Sequence[str]) -> list[str]:
 
 def _figures(step_s: float, peak: float, limit: float) -> list[str]:
     return [
-        format_seconds(step_s) if step_s > 0 else "",
+        ("" if peak <= limit else "at least ") + format_seconds(step_s) if step_s > 0 else "",
         format_bytes(peak) if peak > 0 else "",
         percent(peak / limit) if limit and peak > 0 else "",
     ]

@@ -29,6 +29,8 @@ class Subject:
 
     plan: Plan
     "With its prediction."
+    plan_hash: str
+    "Of the plan as it was given."
     model: Model
     cluster: Cluster
     network: Network
@@ -67,10 +69,18 @@ def open_subject(path: Path, cluster: str = "", model: str = "") -> Subject:
 def make_subject(plan: Plan, model: Model, cluster: Cluster, record: RunRecord | None = None) -> Subject:
     """The subject of parts that are at hand. A plan without prediction (written by hand) gets one here."""
     network = Network(cluster)
-    simulation = simulate_plan(plan, model, cluster, network=network)
+    simulation, plan_hash = simulate_plan(plan, model, cluster, network=network), plan.hash
     if plan.prediction is None:
         plan = replace(plan, prediction=predict(plan, model, simulation).prediction)
-    return Subject(plan=plan, model=model, cluster=cluster, network=network, simulation=simulation, record=record)
+    return Subject(
+        plan=plan,
+        plan_hash=plan_hash,
+        model=model,
+        cluster=cluster,
+        network=network,
+        simulation=simulation,
+        record=record,
+    )
 
 
 def find_cluster(plan: Plan, path: Path, named: str) -> Cluster:

@@ -6,18 +6,20 @@ function draw(figure, paint) {
   repaint.push(again);
 }
 
+const short = text => text.replace(/\.0+ /, " ");
+
 function axes(svg, box, x, y) {
   // box: left, top, right, bottom in pixels; x, y: {from, to, format, ticks}.
   const sx = v => box.left + (v - x.from) / (x.to - x.from || 1) * (box.right - box.left);
   const sy = v => box.bottom - (v - y.from) / (y.to - y.from || 1) * (box.bottom - box.top);
   for (const v of y.ticks) {
     element("line", { x1: box.left, x2: box.right, y1: sy(v), y2: sy(v), class: "grid-line" }, svg);
-    element("text", { x: box.left - 6, y: sy(v) + 4, "text-anchor": "end" }, svg, y.format(v));
+    element("text", { x: box.left - 6, y: sy(v) + 4, "text-anchor": "end" }, svg, short(y.format(v)));
   }
   element("line", { x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom, class: "axis-line" }, svg);
   x.ticks.forEach((v, k) => {
     const anchor = sx(v) > box.right - 18 ? "end" : k === 0 && sx(v) < box.left + 8 ? "start" : "middle";
-    element("text", { x: sx(v), y: box.bottom + 15, "text-anchor": anchor }, svg, x.format(v));
+    element("text", { x: sx(v), y: box.bottom + 15, "text-anchor": anchor }, svg, short(x.format(v)));
   });
   return [sx, sy];
 }
@@ -69,7 +71,7 @@ function cursor(figure, svg, box, steps, sx, words) {
 
 function memoryChart(figure, lane, horizon, state, small) {
   draw(figure, (holder, width) => {
-    const height = small ? 92 : 170, box = { left: small ? 4 : 58, top: 8, right: width - 6, bottom: height - (small ? 6 : 22) };
+    const height = small ? 92 : 170, box = { left: small ? 0 : 58, top: 8, right: small ? width : width - 6, bottom: height - (small ? 6 : 22) };
     const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": figure.querySelector("figcaption").textContent }, holder);
     const top = (state.toLimit ? Math.max(lane.limit, state.most) : state.most) * 1.06 || 1;
     const step = 2 ** Math.ceil(Math.log2(top / (small ? 2 : 4.5)));

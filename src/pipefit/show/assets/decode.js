@@ -57,7 +57,7 @@ function three(value) { return value >= 100 ? value.toFixed(0) : value >= 10 ? v
 function scaled(value, units) {
   for (const [unit, scale] of units) if (Math.abs(value) >= scale) return (value < 0 ? "-" : "") + three(Math.abs(value) / scale) + " " + unit;
   const [unit, scale] = units[units.length - 1];
-  return value === 0 ? "0 " + unit : three(value / scale) + " " + unit;
+  return value === 0 ? "0" : three(value / scale) + " " + unit;
 }
 const seconds = value => scaled(value, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]);
 const bytes = value => scaled(value, [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024], ["B", 1]]);

@@ -96,7 +96,7 @@ class Timeline {
     this.canvas.style.height = height + "px";
     this.ratio = ratio;
     this.patterns = {};
-    this.paint();
+    this.draw(); // at once: setting the size has cleared the canvas
   }
 
   x(time) { return this.gutter + (time - this.view[0]) / (this.view[1] - this.view[0]) * (this.width - this.gutter - 10); }

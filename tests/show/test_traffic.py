@@ -1,0 +1,95 @@
+"""The traffic of a step: by hand for small plans, and totals that follow from what collectives move."""
+
+import pytest
+from show_toys import toy_model, toy_plan
+
+from pipefit.cluster.topology import host_index
+from pipefit.cost.network import Network
+from pipefit.layout import Axis, Group
+from pipefit.model.graph import Graph, Operator, Tensor
+from pipefit.plan.predict import simulate_plan
+from pipefit.show.traffic import step_traffic
+
+WIDTH = 8  # of the toy model's hidden state
+
+
+def traffic_of(**shape):
+    plan, cluster = toy_plan(**shape)
+    work = simulate_plan(plan, toy_model(9), cluster).work
+    return plan, work, cluster, step_traffic(work, Network(cluster), plan.order.microbatches)
+
+
+def test_a_chain_sends_the_hidden_state_forward_and_its_gradient_back():
+    plan, _, _, traffic = traffic_of(stages=4, microbatches=8)
+    size = plan.job.batch * plan.job.sequence * WIDTH * 4
+    ahead = {(i, i + 1): {"activations": size} for i in range(3)}
+    back = {(i + 1, i): {"gradients": size} for i in range(3)}
+    assert {pair: dict(parts) for pair, parts in traffic.bytes.items()} == {**ahead, **back}
+
+
+def test_replicas_each_send_their_rows_and_reduce_in_a_ring():
+    plan, work, _, traffic = traffic_of(stages=2, microbatches=4, replicas=(1, 1))
+    half = plan.job.batch * plan.job.sequence * WIDTH * 4 / 2
+    assert traffic.bytes[0, 2]["activations"] == traffic.bytes[1, 3]["activations"] == half
+    assert (0, 3) not in traffic.bytes
+    gradients = work.stages[0].parameters.trainable[0] * 4
+    # All-reduce in a ring of two: each device sends 2 (n - 1)/n of the gradients, here all of them.
+    assert dict(traffic.bytes[0, 1]) == {"reduction": gradients} == dict(traffic.bytes[1, 0])
+
+
+def test_zero1_halves_the_reduction_and_gathers_parameters():
+    _, work, _, traffic = traffic_of(stages=2, microbatches=4, replicas=(1, 1), zero1=True)
+    size = work.stages[1].parameters.trainable[0] * 4
+    assert dict(traffic.bytes[2, 3]) == {"reduction": size / 2, "parameters": size / 2}
+
+
+def test_over_hosts_each_device_sums_its_part_with_its_peers():
+    _, work, cluster, traffic = traffic_of(stages=1, microbatches=1, replicas=(1,) * 8, hosts=2, devices=4)
+    gradients = work.stages[0].parameters.trainable[0] * 4
+    between = sum(
+        sum(parts.values())
+        for (a, b), parts in traffic.bytes.items()
+        if host_index(cluster, a) != host_index(cluster, b)
+    )
+    # Two rings' passes (2) over two hosts: each of 4 places sends (n - 1)/n of a quarter both ways, and twice.
+    assert between == pytest.approx(2 * gradients * (1 / 2) * 2)
+    inside = traffic.bytes[0, 1]["reduction"]
+    assert inside == pytest.approx(2 * gradients * 3 / 4)
+
+
+def collective_stage(work, recompute):
+    """The first stage of `work` with a layer that gathers, reduces and scatters over two shards."""
+    from dataclasses import replace
+
+    shape = ("B", "T", WIDTH)
+    graph = Graph(
+        inputs=(Tensor(name="x", shape=("B", "T", WIDTH // 2)),),
+        outputs=("s",),
+        operators=(
+            Operator(kind="all_gather", inputs=("x",), outputs=("g",), attributes={"dim": 2, "size": WIDTH}),
+            Operator(kind="all_reduce", inputs=("g",), outputs=("r",)),
+            Operator(kind="reduce_scatter", inputs=("r",), outputs=("s",), attributes={"dim": 2, "size": WIDTH // 2}),
+        ),
+        parameters=(),
+        tensors=(
+            Tensor(name="g", shape=shape),
+            Tensor(name="r", shape=shape),
+            Tensor(name="s", shape=("B", "T", WIDTH // 2)),
+        ),
+    )
+    group = Group(axes=(Axis(name="replica", shares=(1,)), Axis(name="shard", shares=(1, 1))), devices=(0, 1))
+    counts = replace(work.stages[0].parameters, whole=(0, 0), trainable=(0, 0), frozen=(0, 0))
+    stage = replace(
+        work.stages[0], group=group, layers=((graph, graph),), rows=(2,), slices=(64,), recompute=recompute,
+        parameters=counts,
+    )  # fmt: skip
+    return replace(work, stages=(stage,), edges=())
+
+
+def test_collectives_of_a_shard_program_count_forward_and_backward():
+    _, work, cluster, _ = traffic_of(stages=1, microbatches=1)
+    traffic = step_traffic(collective_stage(work, "none"), Network(cluster), 3)
+    whole = 2 * 64 * WIDTH * 4
+    # Passes over the ring: gather 1 + scatter back 1, reduce 2 + 2, scatter 1 + gather back 1: 8 in all, (n-1)/n = 1/2.
+    assert dict(traffic.bytes[0, 1]) == {"shards": 3 * 8 * whole / 2}
+    assert traffic.totals()[1, 0] == 3 * 8 * whole / 2
