@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain as joined
+from itertools import pairwise
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
@@ -57,7 +58,7 @@ def _groups(problem: Problem) -> list[range]:
     least = math.ceil(problem.lanes / problem.slices)
     count = max(1, problem.microbatches // least)
     stops = [problem.microbatches * i // count for i in range(count + 1)]
-    return [range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(stops)]
 
 
 def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem) -> tuple[Action, ...]:
