@@ -95,6 +95,7 @@ def run_rank(plan: Plan, config: TrainConfig) -> int:
 
 def run_local(count: int, arguments: Sequence[str]) -> int:
     """Start `count` ranks of this command on this machine through torch's own launcher."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -115,6 +116,8 @@ def run_local(count: int, arguments: Sequence[str]) -> int:
         elastic_launch(launch_config, sys.executable)("-m", "pipefit", *arguments)
     except ChildFailedError as failed:
         return _judge(failed.failures)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
     return 0
 
 
