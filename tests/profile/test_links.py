@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 import pytest
+from profile_toys import Simulated
 
 from pipefit.profile.links import (
     SIZES,
@@ -20,35 +20,6 @@ from pipefit.profile.links import (
     survey,
 )
 from pipefit.profile.tournament import Pair, rounds, several
-
-
-class Simulated:
-    """A network with known matrices: `measure` gives noisy round trips. `drift` slows everything down over time."""
-
-    def __init__(self, count: int, seed: int = 0, noise: float = 0.05, drift: float = 0.0) -> None:
-        draw = np.random.default_rng(seed)
-        self.latency_s = draw.uniform(5e-6, 5e-5, (count, count))
-        self.bandwidth = draw.uniform(1e9, 2e10, (count, count))
-        self.noise, self.drift, self.calls = noise, drift, 0
-        self.random = random.Random(seed)
-        self.dies: tuple[int, int] | None = None
-        "(member, call at which it is gone)"
-
-    def time_s(self, a: int, b: int, size: int) -> float:
-        return float(self.latency_s[a, b] + size / self.bandwidth[a, b])
-
-    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
-        self.calls += 1
-        members = [member for pair in pairs for member in pair]
-        assert len(set(members)) == len(members), "pairs of one round share a member"
-        times, lost = {}, {}
-        for a, b in pairs:
-            if self.dies and self.calls >= self.dies[1] and self.dies[0] in (a, b):
-                lost[self.dies[0]] = "connection reset"
-                continue
-            exact = self.time_s(a, b, size) + self.time_s(b, a, TINY)
-            times[a, b] = exact * (1 + self.noise * self.random.random() + self.drift * self.calls)
-        return Outcome(times, lost)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16])

@@ -1,0 +1,69 @@
+"""Simulated networks and ranks for the tests of the profile room."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipefit.profile.facts import Member, Rates
+from pipefit.profile.links import TINY, Outcome
+from pipefit.profile.tournament import Pair
+
+SOFTWARE = {"pipefit": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "cpu": "Some CPU", "threads": "1"}
+
+
+class Simulated:
+    """A network with known matrices: `measure` gives noisy round trips. `drift` slows everything down over time."""
+
+    def __init__(self, count: int, seed: int = 0, noise: float = 0.05, drift: float = 0.0) -> None:
+        draw = np.random.default_rng(seed)
+        self.latency_s = draw.uniform(5e-6, 5e-5, (count, count))
+        self.bandwidth = draw.uniform(1e9, 2e10, (count, count))
+        self.noise, self.drift, self.calls = noise, drift, 0
+        self.random = random.Random(seed)
+        self.dies: tuple[int, int] | None = None
+        "(member, call at which it is gone)"
+
+    def time_s(self, a: int, b: int, size: int) -> float:
+        return float(self.latency_s[a, b] + size / self.bandwidth[a, b])
+
+    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+        self.calls += 1
+        members = [member for pair in pairs for member in pair]
+        assert len(set(members)) == len(members), "pairs of one round share a member"
+        times, lost = {}, {}
+        for a, b in pairs:
+            if self.dies and self.calls >= self.dies[1] and self.dies[0] in (a, b):
+                lost[self.dies[0]] = "connection reset"
+                continue
+            exact = self.time_s(a, b, size) + self.time_s(b, a, TINY)
+            times[a, b] = exact * (1 + self.noise * self.random.random() + self.drift * self.calls)
+        return Outcome(times, lost)
+
+
+def members(hosts: int, per_host: int, kind: str = "cpu Some CPU") -> list[Member]:
+    """Ranks host by host."""
+    return [
+        Member(
+            rank=rank,
+            host=f"host{rank // per_host}",
+            local_rank=rank % per_host,
+            local_size=per_host,
+            cores=2,
+            kind=kind,
+            total_bytes=8 * 2**30,
+            process_bytes=2**28,
+            environment=SOFTWARE,
+        )
+        for rank in range(hosts * per_host)
+    ]
+
+
+def rates(scale: float = 1.0) -> Rates:
+    return Rates(
+        flops_per_s={"float64": 1e10 * scale, "float32": 2e10 * scale, "bfloat16": 2e10 * scale},
+        memory_bandwidth_bytes_per_s=1e10,
+        operator_s=1e-6,
+    )
