@@ -142,9 +142,9 @@ def one_process(name: str, pool):
     return cases_of(pool, plan(name, microbatches=1), name, 3)
 
 
-def cases_of(pool, the_plan: Plan, name: str, steps: int):
-    pool.run(cases.prepare, [(the_plan, plans.model(name))], ranks=8)
-    arguments = (the_plan, plans.model(name), plans.VOCABULARY, steps)
+def cases_of(pool, the_plan: Plan, name: str, steps: int, tagged: bool = True):
+    pool.run(cases.prepare, [(the_plan, plans.model(name))], tagged, ranks=8)
+    arguments = (the_plan, plans.model(name), plans.VOCABULARY, steps, tagged)
     return pool.run(cases.run_steps, *arguments, ranks=len(the_plan.devices))[0]
 
 
@@ -180,6 +180,23 @@ def test_parameters_agree_after_some_steps(gloo_pool, case):
     for parameter, value in wanted["parameters"].items():
         error = np.abs(found["parameters"][parameter] - value).max()
         assert error <= 1e-9 * np.abs(value).max(), f"{parameter}: {error}"
+
+
+WITHOUT_TAGS = [
+    "1f1b 4 stages, 8 microbatches", "I and W apart", "V placement x 2 replicas x 2 shards",
+    "tied over 4 stages x 2 replicas, zero-1", "tied between unequal grids", "slices x replicas, gpipe",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHOUT_TAGS)
+def test_messages_need_no_tags(gloo_pool, case):
+    """NCCL has none: with one communicator per directed pair both ends must agree on the order of messages."""
+    name, make = CASES[case]
+    found = cases_of(gloo_pool, make(), name, 2, tagged=False)
+    wanted = cases_of(gloo_pool, make(), name, 2)
+    assert found["steps"] == wanted["steps"]
+    for parameter, value in wanted["parameters"].items():
+        assert np.array_equal(found["parameters"][parameter], value), parameter
 
 
 def test_our_one_process_run_is_pytorchs_adamw(gloo_pool):

@@ -49,19 +49,19 @@ def step_rows(plan: Plan, step: int) -> StepPlan:
     return StepPlan(step=step, rows=rows, divisor=int(labels), shape=batch_shape(plan))
 
 
-def comms() -> Comms:
-    """One per process: groups are kept between cases."""
+def comms(tagged: bool = True) -> Comms:
+    """One of each kind per process: groups are kept between cases."""
     if not _COMMS:
-        _COMMS.append(Comms())
-    return _COMMS[0]
+        _COMMS.extend((Comms(tagged=False), Comms(tagged=True)))
+    return _COMMS[tagged]
 
 
-def prepare(plans: list[tuple[Plan, Model]]) -> None:
+def prepare(plans: list[tuple[Plan, Model]], tagged: bool = True) -> None:
     """Make the process groups of plans, on all ranks of the world: also those that a plan leaves out."""
     if not _ALONE:
         _ALONE.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
     for plan, model in plans:
-        make_groups(plan, model, comms())
+        make_groups(plan, model, comms(tagged))
 
 
 def group_of(worker: Worker) -> Any:
@@ -82,12 +82,9 @@ def train(worker: Worker, plan: Plan, vocabulary: int, steps: range) -> list[tup
     return result
 
 
-def run_steps(
-    plan: Plan, model: Model, vocabulary: int, steps: int = 1, optimizer: OptimizerConfig = OPTIMIZER
-) -> dict[str, Any]:
+def run_steps(plan: Plan, model: Model, vocabulary: int, steps: int = 1, tagged: bool = True) -> dict[str, Any]:
     """Build, train, gather: losses and norms per step, the last gradients and the final parameters (on rank 0)."""
-    torch.manual_seed(0)
-    worker = build_worker(plan, model, comms(), torch.device("cpu"), optimizer)
+    worker = build_worker(plan, model, comms(tagged), torch.device("cpu"), OPTIMIZER)
     losses = train(worker, plan, vocabulary, range(steps))
     group = group_of(worker)
     gradients = {n: t.numpy() for n, t in gather_full(gradient_pieces(worker), group=group) if t is not None}

@@ -122,7 +122,7 @@ def make_groups(plan: Plan, model: Model, comms: Comms) -> None:
         group = plan.lane_group(lane)
         for device in group.devices:
             for axes in (("replica",), ("shard",), ("replica", "shard")):
-                groups.append([ranks[d] for d in group.along(device, axes)])  # type: ignore[arg-type]
+                groups.append([ranks[d] for d in group.along(device, axes)])
     comms.make(groups)
     if comms.tagged:
         return
@@ -159,7 +159,7 @@ def check_runnable(plan: Plan) -> None:
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
     """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
     made = Programs(model)
-    result = []
+    result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].group().axis("shard").shares
         programs = {layer.graph: made.program(layer, stage.sharding, shares) for layer in _layers(model, stage)}

@@ -18,11 +18,16 @@ Channel = tuple[Any, int, int]
 
 
 class Comms:
-    """The process groups of this rank. Keep one per process: groups are costly and are shared between plans."""
+    """The process groups of this rank. Keep one per process: groups are costly and are shared between plans.
 
-    def __init__(self) -> None:
+    `tagged` None: messages have tags unless the backend is NCCL. False makes a communicator for every directed pair,
+    as NCCL needs them, with any backend (tests).
+    """
+
+    def __init__(self, device: torch.device | None = None, tagged: bool | None = None) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.tagged = not dist.is_initialized() or dist.get_backend() != "nccl"
+        self.device = device or torch.device("cpu")
+        self.tagged = not dist.is_initialized() or dist.get_backend() != "nccl" if tagged is None else tagged
         self._groups: dict[tuple[object, ...], Any] = {}
 
     def make(self, groups: Iterable[Sequence[int]]) -> None:
@@ -34,6 +39,8 @@ class Comms:
         for ranks in sorted({tuple(sorted(group)) for group in groups}):
             if len(ranks) > 1 and ranks not in self._groups:
                 self._groups[ranks] = dist.new_group(list(ranks))
+                if self.device.type == "cuda" and self.rank in ranks:
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[ranks])
 
     def make_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a communicator for every directed pair (source rank, target rank) where tags do not exist (NCCL)."""
@@ -43,6 +50,14 @@ class Comms:
             key = ("pair", *pair)
             if key not in self._groups and pair[0] != pair[1]:
                 self._groups[key] = dist.new_group(sorted(pair))
+                self._first_message(*pair)
+
+    def _first_message(self, source: int, target: int) -> None:
+        """NCCL connects two ranks at their first message and blocks until both are there: now, in one global order."""
+        if self.rank in (source, target):
+            group, peer, tag = self.channel(source, target, 0)
+            buffer = torch.zeros(1, device=self.device)
+            (group.send if self.rank == source else group.recv)([buffer], peer, tag).wait()
 
     def group(self, ranks: Sequence[int]) -> Any | None:
         """The group of these ranks, or None when it is this rank alone."""

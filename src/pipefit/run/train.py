@@ -8,6 +8,7 @@ prepares the corpus.
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pipefit import __version__, codec
+from pipefit.cluster import open_cluster
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
 from pipefit.data.stepplan import batch_shape, evaluation_batches, evaluation_plan, step_plan
-from pipefit.errors import CheckpointError, RunError, StalePlanError
+from pipefit.errors import CheckpointError, PipefitError, RunError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run import checkpoint
@@ -45,7 +47,7 @@ class Run:
         self.model = shared_model(plan, world)
         self.corpus = shared_corpus(plan, config, world)
         value = weights_value(plan, config.weights) if config.weights else None
-        self.worker = build_worker(plan, self.model, Comms(), world.device, optimizer, value=value)
+        self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
         self.shape = batch_shape(plan)
         self.corpus.rows.require_batch(plan.job.batch)
         self.flops = model_flops(self.model, plan)
@@ -249,8 +251,11 @@ def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: flo
         path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
-def open_run_dir(config: TrainConfig, plan: Plan) -> Path:
-    """The run's folder with config.json and plan.json. RunError if another run's metrics are there already."""
+def open_run_dir(config: TrainConfig, plan: Plan, device: torch.device) -> Path:
+    """The run's folder with config.json, plan.json, environment.json and, where it can still be had, cluster.json.
+
+    RunError if another run's metrics are there already.
+    """
     directory = Path(config.run_dir)
     if (directory / "metrics.jsonl").exists() and not config.resume:
         raise RunError(
@@ -263,15 +268,40 @@ def open_run_dir(config: TrainConfig, plan: Plan) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(codec.dump_text(config), encoding="utf-8")
         (directory / "plan.json").write_text(codec.dump_text(plan), encoding="utf-8")
+        (directory / "environment.json").write_text(codec.dump_text(environment(device)), encoding="utf-8")
+        keep_cluster(plan, directory)
     except OSError as error:
         raise RunError("The run's folder cannot be written.", where=str(directory), seen=error) from None
     return directory
 
 
+def environment(device: torch.device) -> dict[str, str]:
+    """What the run runs on, as its report shows it: software, and the machine of rank 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "pipefit": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": name,
+        "host": platform.node(),
+        "system": platform.platform(),
+    }
+
+
+def keep_cluster(plan: Plan, directory: Path) -> None:
+    """Put the plan's cluster beside it, so that the folder tells all of the run; nothing if it is gone or changed."""
+    try:
+        cluster = open_cluster(plan.cluster)
+    except PipefitError:
+        return
+    if codec.digest(cluster) == plan.hashes.cluster:
+        (directory / "cluster.json").write_text(codec.dump_text(cluster), encoding="utf-8")
+
+
 def train(plan: Plan, config: TrainConfig, world: World) -> None:
     """Everything that one rank does."""
     run = Run(plan, config, world)
-    world.from_rank_0("directory", lambda: str(open_run_dir(config, plan)))
+    world.from_rank_0("directory", lambda: str(open_run_dir(config, plan, world.device)))
     directory = Path(config.run_dir)
     log = Log(directory, config.tensorboard) if world.rank == 0 else None
     try:
