@@ -68,7 +68,11 @@ def test_from_a_plan_through_training_to_its_report(tmp_path):
     for arguments in steps:
         done = pipefit(tmp_path, *arguments)
         assert done.returncode == 0, done.stderr
+    assert {"plan.json", "cluster.json", "environment.json", "trace.json"} <= {
+        p.name for p in (tmp_path / "run").iterdir()
+    }
     source = (tmp_path / "out.html").read_text()
+    assert "<dt>Run: torch</dt>" in source
     assert "what its devices did in step 3" in source
     start = source.index('id="data">') + len('id="data">')
     data = json.loads(source[start : source.index("</script>", start)])

@@ -1,13 +1,16 @@
 """The traffic of a step: by hand for small plans, and totals that follow from what collectives move."""
 
 import pytest
-from show_toys import toy_model, toy_plan
+from show_toys import toy_cluster, toy_model, toy_plan
 
 from pipefit.cluster.topology import host_index
 from pipefit.cost.network import Network
 from pipefit.layout import Axis, Group
 from pipefit.model.graph import Graph, Operator, Tensor
+from pipefit.plan.build import build_plan
+from pipefit.plan.decisions import Decisions
 from pipefit.plan.predict import simulate_plan
+from pipefit.plan.types import Job
 from pipefit.show.traffic import step_traffic
 
 WIDTH = 8  # of the toy model's hidden state
@@ -55,6 +58,16 @@ def test_over_hosts_each_device_sums_its_part_with_its_peers():
     assert between == pytest.approx(2 * gradients * (1 / 2) * 2)
     inside = traffic.bytes[0, 1]["reduction"]
     assert inside == pytest.approx(2 * gradients * 3 / 4)
+
+
+def test_tied_parameters_exchange_their_gradients_between_stages():
+    model, cluster = toy_model(9, tied=True), toy_cluster()
+    decisions = Decisions(stages=2, microbatches=2)
+    plan = build_plan(model, cluster, Job(batch=4, sequence=8), decisions)
+    work = simulate_plan(plan, model, cluster).work
+    traffic = step_traffic(work, Network(cluster), 2)
+    embedding = 64 * WIDTH * 4
+    assert traffic.bytes[0, 1]["reduction"] == embedding == traffic.bytes[1, 0]["reduction"]
 
 
 def collective_stage(work, recompute):

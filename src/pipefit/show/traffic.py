@@ -51,6 +51,9 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Tra
             for messages in slices:
                 for source, target, size in messages:
                     traffic.add(source, target, size * microbatches, reason)
+    for tied in work.tied:
+        for source, target, size in tied.messages:
+            traffic.add(source, target, size, "reduction")
     for stage in work.stages:
         _add_shard_collectives(traffic, stage, work, network, microbatches)
         _add_reductions(traffic, stage, work, network)
