@@ -1,0 +1,145 @@
+"""What the worker refuses, by the text of its messages; and that reductions start while the backward still runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import worker_plans as plans
+from test_worker_parts import entry, grid
+from worker_plans import plan
+
+from pipefit.errors import PlanError, RunError, StalePlanError
+from pipefit.plan.types import AxisPlan, Wire
+from pipefit.run.buckets import make_buckets
+from pipefit.run.build import build_worker, check_runnable, stage_programs
+from pipefit.run.comms import Comms
+from pipefit.run.launch import launch, run_rank
+from pipefit.run.metrics import open_board
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.reduce import Reducer
+from pipefit.run.setup import choose_device
+from pipefit.run.worker import lane_of
+
+CPU = torch.device("cpu")
+
+
+def refused(error: type[Exception], make, *words: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert all(word in caught.value.text() for word in words), caught.value.text()
+
+
+def with_stage(one, index, **fields):
+    stages = list(one.stages)
+    stages[index] = replace(stages[index], **fields)
+    return replace(one, stages=tuple(stages))
+
+
+def test_plans_that_can_be_simulated_but_not_run():
+    one = plan("llama", stages=2, microbatches=4)
+    refused(
+        PlanError, lambda: check_runnable(with_stage(one, 1, microbatch_multiple=2)),
+        "can be planned and simulated, but not run yet", "stages[1].microbatch_multiple", "seen: 2",
+    )  # fmt: skip
+    group = replace(one.groups[0], axes=(AxisPlan(name="context", shares=(1, 1)),), devices=(0, 1))
+    refused(PlanError, lambda: check_runnable(replace(one, groups=(group,) * 2)), "This axis is not run yet", "context")
+    single = plan("llama", microbatches=2)
+    free = replace(single.order, lanes=(single.order.lanes[0] + " 0FREE",))
+    refused(
+        PlanError,
+        lambda: build_worker(replace(single, order=free), plans.model("llama"), Comms(), CPU, OptimizerConfig()),
+        "This action is not run yet", "lane 0", "seen: 0FREE",
+    )  # fmt: skip
+
+
+def test_shard_axes_must_rise():
+    one = plan("llama", microbatches=2, shards=(1, 1), sharding="megatron")
+    turned = replace(one, groups=(replace(one.groups[0], devices=(1, 0)),))
+    refused(PlanError, lambda: check_runnable(turned), "must be in rising order", "groups[0].devices")
+
+
+def test_a_program_that_changed_is_stale():
+    one = with_stage(plan("llama", stages=2, microbatches=4), 1, program="0123")
+    refused(
+        StalePlanError, lambda: stage_programs(one, plans.model("llama")),
+        "made for another program of this stage", "stages[1].program", "0123 in the plan", "make the plan again",
+    )  # fmt: skip
+    beyond = with_stage(plan("llama", stages=2, microbatches=4), 1, layers=(3, 99), program="")
+    refused(StalePlanError, lambda: stage_programs(beyond, plans.model("llama")), "go beyond the model's layers")
+    other = with_stage(plan("llama", stages=2, microbatches=4), 1, module="vision", program="")
+    refused(
+        StalePlanError, lambda: stage_programs(other, plans.model("llama")), "a module that the model does not have"
+    )
+
+
+def test_stages_on_one_device_must_agree_about_forms():
+    one = plan("llama", stages=2, placement=(0, 0), microbatches=2, schedule="gpipe")
+    wire = Wire(sent=("G0", "I"), wire=("G0", "I"), received=("G0", "G1"))
+    odd = replace(one, edges=(replace(one.edges[0], forward=wire),))
+    refused(
+        PlanError, lambda: build_worker(odd, plans.model("llama"), Comms(), CPU, OptimizerConfig()),
+        "hand a tensor over in different forms", "edges[0], stages 0 and 1", "G0,I to G0,G1",
+    )  # fmt: skip
+
+
+def test_a_device_without_a_stage():
+    refused(PlanError, lambda: lane_of(plan("llama", microbatches=2), 7), "holds no stage", "device 7")
+
+
+def test_a_launcher_with_another_number_of_ranks(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    from pipefit.run.config import TrainConfig
+
+    one = plan("llama", stages=2, microbatches=4)
+    config = TrainConfig(plan="p", run_dir="r", steps=1, device="cpu")
+    assert run_rank(one, config) == 2
+    err = capsys.readouterr().err
+    assert "for another number of ranks" in err and "seen: 3" in err and "allowed: 2" in err
+    monkeypatch.delenv("RANK")
+    refused(RunError, lambda: launch(one, config, 5, []), "another number of processes", "seen: 5")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_cuda_in_vain():
+    refused(RunError, lambda: choose_device("cuda", 0), "No CUDA device can be used here", "--device")
+    assert choose_device("auto", 0) == CPU
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    refused(RunError, lambda: choose_device("auto", 2), "more ranks on this host than GPUs", "seen: 2 GPUs")
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    refused(
+        RunError, lambda: open_board(tmp_path), "TensorBoard is not installed", "pip install 'pipefit[tensorboard]'"
+    )
+
+
+def test_reductions_start_as_layers_finish():
+    """Layers report from last to first; a bucket starts with its first layer, and never twice."""
+    entries = [entry(f"{layer}", (8, 8), layer) for layer in range(6)] + [entry("other", (8, 8), 0, stage=1)]
+    buckets = make_buckets(entries, torch.float32, 2 * 64 * 4, {})
+    reducer = Reducer(buckets, Comms(), grid((1,), (1,)), 0, {0: 0}, {})
+    started: list[str] = []
+    for job in reducer._jobs:
+        names = "+".join(e.name for e in job.bucket.entries)
+        job.start = lambda job=job, names=names: (started.append(names), setattr(job, "started", True))
+    ready = reducer.ready(0)
+    seen = []
+    for layer in (5, 4, 3, 2, 1, 0):
+        ready(layer)
+        seen.append(list(started))
+    assert seen[0] == [] and seen[1] == seen[2] == ["5+4"] and seen[3] == ["5+4", "3+2"]
+    assert seen[5] == ["5+4", "3+2", "1+0"]
+    reducer.reduce(0)
+    assert started == seen[5]
+    reducer.finish()
+    assert started == [*seen[5], "other"]
