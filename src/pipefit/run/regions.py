@@ -25,7 +25,7 @@ class Region:
 
     operators: tuple[int, ...]
     inputs: tuple[str, ...]
-    "Values from outside, in order of first use; parameters and step-plan inputs left out of neither."
+    "Values from outside in order of first use, parameters and inputs from the step plan among them."
     outputs: tuple[str, ...]
     "Values that something outside uses."
 
