@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 from stage_toys import assert_close
+from tests.model.variants import VARIANTS
 
 from pipefit.model.capture import capture
 from pipefit.model.registry import build_layers, describe
 from pipefit.run.feed import Feed
 from pipefit.run.stage import StageLayer, StageProgram
-from tests.model.variants import VARIANTS
 
 EXACT = 1e-12
 ROWS, TOKENS, DIVISOR = 2, 11, 37
