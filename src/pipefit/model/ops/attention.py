@@ -3,7 +3,9 @@
 Keeps q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al.,
 2022). FLOPs: two products forward, four backward (the recomputed scores of a flash kernel are not counted), the full
 square of queries and keys whatever the mask: the convention of FlopCounterMode and of the MFU of PaLM (appendix B).
-The symbol P, where given, is the number of earlier tokens whose keys are attended to (slices).
+The symbol P, where given, is the number of earlier tokens whose keys are attended to (slices); the keys and values of
+all P + T tokens are then kept in one piece beside those of the slice. A window shorter than P + T, and earlier tokens,
+need a mask of T x (P + T), kept in the computing type.
 """
 
 from __future__ import annotations
@@ -28,10 +30,18 @@ def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[s
 
 
 def _own_bytes(call: Call) -> int:
-    q = call.inputs[0]
-    assert q is not None
-    rows, queries, heads, _ = q
-    return rows * heads * queries * call.wide_bytes
+    q, k = call.inputs[0], call.inputs[1]
+    assert q is not None and k is not None
+    rows, queries, heads, dim = q
+    earlier = call.symbols.get("P", 0)
+    keys = k[1] + earlier
+    window = call.attributes.get("window")
+    total = rows * heads * queries * call.wide_bytes
+    if earlier or (window is not None and window < keys):
+        total += queries * keys * call.compute_bytes
+    if earlier:
+        total += 2 * rows * keys * k[2] * dim * call.compute_bytes
+    return total
 
 
 OPERATORS = (

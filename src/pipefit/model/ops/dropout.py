@@ -1,11 +1,21 @@
 """dropout(x): zeros with probability p, the rest divided by 1 - p, keyed by (seed, step, row, layer, index).
 
-Keeps nothing: the backward pass draws the same mask again from its key.
+Keeps no mask: the backward pass draws it again from a key of four bytes a token, which stays under selective
+recomputation too.
 """
 
 from __future__ import annotations
 
-from pipefit.model.ops.kind import OperatorKind, same_shape
+import math
+
+from pipefit.model.ops.kind import Call, OperatorKind, same_shape
+
+
+def _own_bytes(call: Call) -> int:
+    x = call.inputs[0]
+    assert x is not None
+    return 4 * math.prod(x[:2])
+
 
 OPERATORS = (
     OperatorKind(
@@ -14,5 +24,7 @@ OPERATORS = (
         inputs=("x",),
         attributes={"p": "probability of a zero", "index": "number of this dropout within its layer: part of the key"},
         shapes=same_shape,
+        own_bytes=_own_bytes,
+        own_bytes_stay=True,
     ),
 )

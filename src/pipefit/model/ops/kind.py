@@ -84,7 +84,9 @@ class OperatorKind:
     saves: Callable[[Operator, Callable[[str], bool]], tuple[str, ...]] = _nothing
     "Names of the inputs and outputs that the forward keeps for the backward. Parameters may be named; they are free."
     own_bytes: Callable[[Call], int] = _no_bytes
-    "Bytes kept beside those: statistics, masks."
+    "Bytes kept beside those: statistics, keys."
+    own_bytes_stay: bool = False
+    "Whether these stay under selective recomputation although the kind is no boundary."
     pending_values: tuple[int, ...] = ()
     "Indices of inputs that a pending W holds."
     pending_gradients: bool = False
@@ -92,7 +94,7 @@ class OperatorKind:
     pending_bytes: Callable[[Call], int] = _no_bytes
     "Bytes that a pending W holds beside those."
     boundary: bool = False
-    "Under selective recomputation the outputs and own bytes of a boundary stay; everything else is recomputed."
+    "Under selective recomputation the outputs and own bytes of a boundary stay; all else is made again."
     heavy: bool = False
     "Does the work of a matrix product: a layer with fewer than two such operators is never fully recomputed."
     view: bool = False

@@ -6,8 +6,9 @@
     y = sum over the selected experts e of w_e (h down[e]^T)
 
 No token is dropped. The auxiliary router loss is not part of the operator. With N = B*T*top_k selected pairs, the
-forward keeps x, the probabilities (B*T*E), the selected experts (N int64), and per pair: the gathered x (D), the
-gate-and-up output (2F), h (F) and the unweighted output (D).
+forward keeps x; the probabilities (B*T*E), and where they are normalized the selected ones (N) and their sums (B*T),
+all float32 or wider; three index vectors (N int64: selected experts, order by expert, token of each pair); and per
+pair its weight, the gathered x (D), the gate-and-up output (2F), h (F), the output (D) and the weighted output (D).
 A pending W holds per pair: gathered x (D), the gradient of gate-and-up (2F), h (F), the gradient of the output (D);
 and per token: x (D) and the gradient of the router's logits (E).
 """
@@ -41,8 +42,8 @@ def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[s
 
 def _own_bytes(call: Call) -> int:
     tokens, features, experts, inner, pairs = _sizes(call)
-    routing = tokens * experts * call.wide_bytes + pairs * 8
-    return routing + pairs * (2 * features + 3 * inner) * call.compute_bytes
+    statistics = tokens * experts + (pairs + tokens if call.attributes["normalize"] else 0)
+    return statistics * call.wide_bytes + 3 * pairs * 8 + pairs * (1 + 3 * features + 3 * inner) * call.compute_bytes
 
 
 def _pending_bytes(call: Call) -> int:

@@ -73,7 +73,7 @@ def kept(graph: Graph, recompute: Recompute, compute_bytes: int) -> Kept:
         return Kept(analysis.roots(needed), tuple(index for index in with_gradient if analysis.has_own(index)), ())
     again: set[int] = set()
     leaves = [leaf for name in needed for leaf in analysis.leaves(name, again)]
-    statistics = [index for index in with_gradient if analysis.is_boundary(index) and analysis.has_own(index)]
+    statistics = [index for index in with_gradient if analysis.own_stays(index) and analysis.has_own(index)]
     return Kept(analysis.roots(leaves), tuple(statistics), tuple(sorted(again)))
 
 
@@ -169,6 +169,9 @@ class _Analysis:
     def has_own(self, index: int) -> bool:
         kind = KINDS[self.graph.operators[index].kind]
         return kind.own_bytes is not KINDS["add"].own_bytes
+
+    def own_stays(self, index: int) -> bool:
+        return self.is_boundary(index) or KINDS[self.graph.operators[index].kind].own_bytes_stay
 
     def is_boundary(self, index: int) -> bool:
         return KINDS[self.graph.operators[index].kind].boundary
