@@ -22,10 +22,11 @@ ROUNDS = 6
 """Of reweighting."""
 
 
-def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: bool) -> ActionCurve:
+def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: bool, fixed_s: float = 0.0) -> ActionCurve:
     """The curve of one action through measured points; knots at every number of tokens where attention is small.
 
-    Minimises the sum of squares of (predicted - measured) / measured, with less weight on points that the others
+    `fixed_s` is the part of every measurement that the curve shall not hold: the overhead of an action. Minimises the
+    sum of squares of (predicted + fixed - measured) / measured, with less weight on points that the others
     contradict by more than `ODD` (Huber's weights): a disturbed measurement must not bend the curve.
     """
     from scipy.optimize import nnls
@@ -39,10 +40,11 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
     measured = np.asarray(seconds, dtype=np.float64)
     scale = np.maximum(columns.max(axis=0), 1e-300)
     matrix = columns / scale / measured[:, None]
+    wanted = np.maximum(0.0, 1 - fixed_s / measured)
     trust = np.ones(len(points))
     for _ in range(ROUNDS):
-        weights = nnls(matrix * trust[:, None], trust, maxiter=50 * matrix.shape[1])[0]
-        trust = 1 / np.sqrt(np.maximum(1.0, np.abs(matrix @ weights - 1) / ODD))
+        weights = nnls(matrix * trust[:, None], wanted * trust, maxiter=50 * matrix.shape[1])[0]
+        trust = 1 / np.sqrt(np.maximum(1.0, np.abs(matrix @ weights - wanted) / ODD))
     weights = weights / scale
     parts = weights[: len(knots)]
     time_s = segments(knots, knots) @ parts
@@ -64,17 +66,21 @@ def segments(counts: Array, knots: Array) -> Array:
 
 
 def fit_layer(
-    points: Sequence[Point], seconds: Sequence[Mapping[str, float]], attention: bool
+    points: Sequence[Point],
+    seconds: Sequence[Mapping[str, float]],
+    attention: bool,
+    fixed_s: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, ActionCurve], float]:
-    """(curves by action, largest relative error at the points)."""
+    """(curves by action, largest error at the points: relative, of a point's F and B together)."""
+    fixed = fixed_s or {}
     curves = {
-        action: fit_action(points, [times[action] for times in seconds], attention) for action in ("F", "I", "W", "B")
+        action: fit_action(points, [times[action] for times in seconds], attention, fixed.get(action, 0.0))
+        for action in ("F", "I", "W", "B")
     }
     worst = 0.0
     for point, times in zip(points, seconds, strict=True):
-        for action, curve in curves.items():
-            if times[action] > 0:
-                worst = max(worst, abs(action_time_s(curve, *point) / times[action] - 1))
+        predicted = sum(action_time_s(curves[action], *point) + fixed.get(action, 0.0) for action in ("F", "B"))
+        worst = max(worst, abs(predicted / (times["F"] + times["B"]) - 1))
     return curves, worst
 
 

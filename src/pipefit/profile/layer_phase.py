@@ -18,7 +18,7 @@ from pipefit.errors import ModelError, PipefitError
 from pipefit.model.graph import Graph
 from pipefit.profile.board import Board
 from pipefit.profile.fit import fit_layer
-from pipefit.profile.layers import LayerBench, Samples, Subject, is_chain, overhead, survey, typical
+from pipefit.profile.layers import LayerBench, Samples, Subject, overhead, survey, typical
 from pipefit.profile.points import Point, first_points, refined
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def _kind(session: Session, kind: str, ranks: Sequence[int], subjects: Sequence[
     costs: dict[str, float] = {}
     curves: list[LayerCurve] = []
     if session.rank == lead:
-        chains = [subject for subject in subjects if is_chain(subject.graph)]
-        costs = overhead(chains[0], session.device, session.config.layer_rounds) if chains else {}
+        costs = overhead(subjects[0].dtype, session.device)
         samples = _alone(session, subjects, benches)
         points = [[sample.subject, *sample.point] for sample in samples]
         curves = _curves(kind, subjects, samples, costs, 1, crowded=False)
@@ -188,12 +187,8 @@ def layer_curve(
     """The curves of one layer, from its samples less the overhead of an action."""
     points = [sample.point for sample in samples]
     seen = [typical(sample.visits, crowded) for sample in samples]
-    net = [
-        {action: max(time_s - costs.get(action, 0.0), 0.05 * time_s) for action, time_s in seconds.items()}
-        for seconds, _ in seen
-    ]
     attention = any(operator.kind == "attention" for operator in subject.graph.operators)
-    actions, worst = fit_layer(points, net, attention)
+    actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(
         signature=signature(subject.graph),
         name=subject.name,

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-from pipefit.model.graph import Graph
-from pipefit.profile.points import SMALLEST, Point
+from pipefit.model.graph import Graph, Operator, Tensor
+from pipefit.profile.points import Point
 from pipefit.run.feed import Feed
 from pipefit.run.stage import StageLayer, StageProgram
 
 ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02
 """A visit repeats its actions until this much time has gone."""
+
+DEEP = 9
+"""Layers of the deeper of two stages that the overhead of an action is found from."""
 
 SETTLED = 0.04
 """A point whose two fastest visits differ by more than this share is visited again."""
@@ -231,20 +234,18 @@ def own_times(visits: Sequence[Visit], action: str) -> list[float]:
     return sorted(statistics.median(min(call) for call in visit[action]) for visit in visits)
 
 
-def overhead(subject: Subject, device: torch.device, rounds: int) -> dict[str, float]:
-    """Seconds that an action costs beside its layers: twice the time of one tiny layer less that of two of them.
-
-    `subject` must hand a hidden state of its own shape on. Never below zero.
-    """
-    point = Point(1, SMALLEST)
-    benches = [LayerBench(subject, device, copies) for copies in (1, 2)]
-    samples = [Samples(index, point) for index in range(2)]
+def overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[str, float]:
+    """Seconds that an action costs beside its layers, by action: what is left of a stage's time when the time of a
+    layer is taken off. Found from stages of one and of `DEEP` layers that each negate one number. Never below zero."""
+    graph = Graph(
+        inputs=(Tensor(name="x", shape=("B", "T", 1)),),
+        outputs=("y",),
+        operators=(Operator(kind="neg", inputs=("x",), outputs=("y",)),),
+        parameters=(),
+        tensors=(Tensor(name="y", shape=("B", "T", 1)),),
+    )
+    benches = [LayerBench(Subject(graph, "overhead", dtype), device, copies) for copies in (1, DEEP)]
+    samples = [Samples(index, Point(1, 1)) for index in range(2)]
     survey(benches, samples, rounds)
-    one, two = (typical(sample.visits[1:] or sample.visits, crowded=False)[0] for sample in samples)
-    return {action: max(0.0, 2 * one[action] - two[action]) for action in ACTIONS}
-
-
-def is_chain(graph: Graph) -> bool:
-    """Whether a layer hands on a hidden state of the shape that it takes."""
-    hidden = [tensor for tensor in graph.inputs if tensor.role == "activation"]
-    return len(hidden) == 1 and len(graph.outputs) == 1 and graph.tensor(graph.outputs[0]).shape == hidden[0].shape
+    one, deep = (typical(sample.visits[1:], crowded=False)[0] for sample in samples)
+    return {action: max(0.0, (DEEP * one[action] - deep[action]) / (DEEP - 1)) for action in ACTIONS}

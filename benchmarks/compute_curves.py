@@ -1,0 +1,182 @@
+"""How well do curves through fewer than 40 points predict points that were not measured for them?
+
+For every distinct layer of some models: measure the points of a profile and, interleaved with them in the same
+shuffled rounds, random points that the fit never sees (other rows, lengths and contexts); fit; compare. The times are
+those of `pipefit profile` with one process: forward, fused backward, input and weight gradient apart.
+
+    python benchmarks/compute_curves.py --json benchmarks/results/compute_curves.json
+    python benchmarks/compute_curves.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from pipefit.cost.curves import layer_times
+from pipefit.profile.layer_phase import layer_curve, subjects_of
+from pipefit.profile.layers import LayerBench, Samples, Subject, overhead, survey, typical
+from pipefit.profile.points import SMALLEST, Point, first_points, refined
+from pipefit.run.setup import choose_device
+from provenance import provenance, write_result
+
+SHORT_S = 100e-6
+"""Errors of shorter actions are given as shares of this: they hardly count, and a share of a microsecond is noise."""
+
+FIELDS = {"F": "forward_s", "I": "input_s", "W": "weight_s", "B": "fused_s"}
+
+
+def unseen_points(subject: Subject, count: int, sequence: int, tokens: int, seed: int) -> list[Point]:
+    """Random sizes within the measured range."""
+    draw = random.Random(seed)
+    attention = any(operator.kind == "attention" for operator in subject.graph.operators)
+    points = []
+    while len(points) < count:
+        length = draw.randint(SMALLEST, sequence)
+        rows = draw.randint(1, max(1, tokens // length))
+        past = draw.randint(1, sequence - length) if attention and length < sequence and draw.random() < 0.5 else 0
+        points.append(Point(rows, length, past))
+    return points
+
+
+def measure(arguments: argparse.Namespace, subjects: Sequence[Subject], device: torch.device) -> list[dict[str, Any]]:
+    """One record per layer: points, fit error, and every unseen point with predicted and measured times."""
+    sequence, tokens = arguments.sequence, arguments.tokens
+    benches = [LayerBench(subject, device) for subject in subjects]
+    costs = overhead(subjects[0].dtype, device)
+    samples = [
+        Samples(index, point)
+        for index, subject in enumerate(subjects)
+        for point in first_points(subject.graph, sequence, tokens)
+    ]
+    survey(benches, samples, 1)
+    for sample in samples:
+        sample.visits.clear()
+    survey(benches, samples, 2, progress=show("first look"))
+    for index in range(len(subjects)):
+        own = [sample for sample in samples if sample.subject == index]
+        whole_s = [sum(typical(sample.visits, False)[0].values()) for sample in own]
+        samples += [Samples(index, p) for p in refined([sample.point for sample in own], whole_s, sequence)]
+    hidden = [
+        Samples(index, point)
+        for index, subject in enumerate(subjects)
+        for point in unseen_points(subject, arguments.unseen, sequence, tokens, seed=index)
+    ]
+    survey(benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=show("measuring"))
+    return [
+        compare(
+            subject,
+            [sample for sample in samples if sample.subject == index],
+            [sample for sample in hidden if sample.subject == index],
+            costs,
+            device.type,
+        )
+        for index, subject in enumerate(subjects)
+    ]
+
+
+def compare(
+    subject: Subject, seen: Sequence[Samples], hidden: Sequence[Samples], costs: dict[str, float], kind: str
+) -> dict[str, Any]:
+    curve = layer_curve(subject, seen, kind, costs, 1, crowded=False)
+    points = []
+    for sample in hidden:
+        measured, spread = typical(sample.visits, False)
+        predicted = layer_times(curve, *sample.point)
+        points.append(
+            {
+                "rows": sample.point.rows,
+                "tokens": sample.point.tokens,
+                "past": sample.point.past,
+                "measured_s": measured,
+                "spread": spread,
+                "predicted_s": {a: getattr(predicted, field) + costs.get(a, 0.0) for a, field in FIELDS.items()},
+            }
+        )
+    record = {
+        "layer": subject.name,
+        "dtype": subject.dtype,
+        "measured_points": len(seen),
+        "fit_error": curve.fit_error,
+        "unseen": points,
+    }
+    return record | {"errors": {action: describe(errors(record, action)) for action in (*FIELDS, "F+B")}}
+
+
+def errors(record: dict[str, Any], action: str) -> list[float]:
+    """Errors at the unseen points: relative where the action takes at least `SHORT_S`, else relative to `SHORT_S`."""
+    found = []
+    for point in record["unseen"]:
+        predicted, measured = (
+            sum(point[side][name] for name in action.split("+")) for side in ("predicted_s", "measured_s")
+        )
+        found.append(abs(predicted - measured) / max(measured, SHORT_S))
+    return found
+
+
+def describe(errors: Sequence[float]) -> dict[str, float]:
+    return {"mean": statistics.fmean(errors), "median": statistics.median(errors), "max": max(errors)}
+
+
+def show(what: str):
+    last = [-1]
+
+    def progress(done: int, total: int) -> None:
+        if 10 * done // total != last[0]:
+            last[0] = 10 * done // total
+            print(f"{what}: {done} of {total} visits", file=sys.stderr, flush=True)
+
+    return progress
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help="whose layers; repeatable (default: tiny and gpt2)")
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the largest microbatch")
+    parser.add_argument("--unseen", type=int, default=12, help="random points for each layer")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="")
+    parser.add_argument("--quick", action="store_true", help="the tiny model alone, few rounds")
+    parser.add_argument("--json", help="write the result here")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.rounds = arguments.model or ["tiny"], 3
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    device = choose_device(arguments.device, 0)
+    dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    subjects, _ = subjects_of(arguments.model or ["tiny", "gpt2"], dtype)
+    start = time.monotonic()
+    layers = measure(arguments, subjects, device)
+    total = [error for layer in layers for action in FIELDS for error in errors(layer, action)]
+    result = {
+        "provenance": provenance(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "how": "own processor time on CPU (events on GPU); median of a visit's calls, fastest of the visits; "
+        "points that the fit sees and those it does not are shuffled together anew in every round",
+        "seconds": round(time.monotonic() - start, 1),
+        "error": f"(predicted - measured) / measured, or / {SHORT_S * 1e6:.0f} us for shorter actions",
+        "overall": describe(total),
+        "layers": layers,
+    }
+    for layer in layers:
+        by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in layer["errors"].items())
+        print(f"{layer['layer']:24} {layer['measured_points']:2} points  {by_action}")
+    print(f"all layers and actions at unseen points: mean {describe(total)['mean']:.1%}, max {max(total):.1%}")
+    write_result(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

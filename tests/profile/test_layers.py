@@ -1,0 +1,167 @@
+"""Timing layers: what is run, what counts, and which points are visited again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.profile.layer_phase import layer_curve, subjects_of
+from pipefit.profile.layers import (
+    ACTIONS,
+    LayerBench,
+    Samples,
+    Subject,
+    Visit,
+    overhead,
+    own_times,
+    survey,
+    typical,
+    unsettled,
+)
+from pipefit.profile.points import Point, first_points
+
+CPU = torch.device("cpu")
+
+
+def attention_layer(width: int = 32) -> Graph:
+    heads = ("B", "T", 2, width // 2)
+    return Graph(
+        inputs=(
+            Tensor(name="x", shape=("B", "T", width)),
+            Tensor(name="positions", shape=("B", "T"), dtype="int64", role="positions"),
+        ),
+        outputs=("y",),
+        operators=(
+            Operator(kind="linear", inputs=("x", "w", ""), outputs=("h",)),
+            Operator(kind="reshape", inputs=("h",), outputs=("r",), attributes={"shape": list(heads)}),
+            Operator(
+                kind="rotary",
+                inputs=("r", "positions"),
+                outputs=("q",),
+                attributes={"theta": 1e4, "dim": width // 2, "scaling": None, "style": "half"},
+            ),
+            Operator(
+                kind="attention",
+                inputs=("q", "q", "r"),
+                outputs=("o",),
+                attributes={"causal": True, "scale": 0.25, "window": None},
+            ),
+            Operator(kind="reshape", inputs=("o",), outputs=("y",), attributes={"shape": ["B", "T", width]}),
+        ),
+        parameters=(ParameterSpec(name="w", shape=(width, width)),),
+        tensors=(
+            Tensor(name="h", shape=("B", "T", width)),
+            *(Tensor(name=name, shape=heads) for name in "rqo"),
+            Tensor(name="y", shape=("B", "T", width)),
+        ),
+    )
+
+
+def loss_layer() -> Graph:
+    return Graph(
+        inputs=(
+            Tensor(name="x", shape=("B", "T", 19)),
+            Tensor(name="labels", shape=("B", "T"), dtype="int64", role="labels"),
+        ),
+        outputs=("loss",),
+        operators=(
+            Operator(
+                kind="cross_entropy", inputs=("x", "labels"), outputs=("loss",), attributes={"ignore_index": -100}
+            ),
+        ),
+        parameters=(),
+        tensors=(Tensor(name="loss", shape=(), dtype="float32"),),
+    )
+
+
+def embedding_layer() -> Graph:
+    return Graph(
+        inputs=(Tensor(name="tokens", shape=("B", "T"), dtype="int64", role="tokens"),),
+        outputs=("y",),
+        operators=(Operator(kind="embedding", inputs=("tokens", "w"), outputs=("y",)),),
+        parameters=(ParameterSpec(name="w", shape=(17, 8)),),
+        tensors=(Tensor(name="y", shape=("B", "T", 8)),),
+    )
+
+
+@pytest.mark.parametrize("graph", [attention_layer(), loss_layer(), embedding_layer()], ids=["block", "loss", "embed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kind_of_layer_is_timed_at_every_point(graph: Graph, dtype: str) -> None:
+    bench = LayerBench(Subject(graph, "toy", dtype), CPU)
+    for point in (Point(1, 16), Point(3, 5), Point(2, 8, 24)):
+        visit = bench.visit(point, window_s=0.0)
+        assert {action: len(calls) for action, calls in visit.items()} == {"F": 2, "B": 1, "I": 1, "W": 1}
+        assert all(wall > 0 and own >= 0 for calls in visit.values() for wall, own in calls)
+    assert len(bench.visit(Point(1, 16), window_s=0.01)["B"]) > 1
+
+
+def test_context_makes_attention_cost_more() -> None:
+    bench = LayerBench(Subject(attention_layer(), "toy", "float32"), CPU)
+    samples = [Samples(0, Point(4, 32, past)) for past in (16, 1024)]
+    survey([bench], samples, 4, window_s=0.005)
+    short, long = (typical(sample.visits, crowded=False)[0] for sample in samples)
+    assert long["F"] > 1.5 * short["F"] and long["B"] > 1.5 * short["B"]
+
+
+def visit(*calls: tuple[float, float]) -> Visit:
+    return dict.fromkeys(ACTIONS, calls)
+
+
+def test_time_that_other_work_took_does_not_count() -> None:
+    visits = [visit((1.0, 1.0), (9.0, 1.02), (1.04, 1.04)), visit((3.0, 1.2)), visit((1.5, 1.5))]
+    assert own_times(visits, "F") == [1.02, 1.2, 1.5]
+    seconds, spread = typical(visits, crowded=False)
+    assert seconds["F"] == 1.02 and spread["F"] == pytest.approx(0.48 / 1.02)
+
+
+def test_waiting_for_a_core_counts_where_our_own_processes_are_many() -> None:
+    visits = [visit((2.0, 1.0), (4.0, 1.0)), visit((5.0, 1.0)), visit((9.0, 1.0))]
+    assert typical(visits, crowded=True)[0]["F"] == 5.0
+
+
+def test_points_that_do_not_come_out_the_same_twice_are_visited_again() -> None:
+    steady = Samples(0, Point(1, 1), [visit((1.0, 1.0)), visit((1.01, 1.01))])
+    shaky = Samples(0, Point(1, 2), [visit((1.0, 1.0)), visit((1.5, 1.5))])
+    once = Samples(0, Point(1, 3), [visit((1.0, 1.0))])
+    assert unsettled([steady, shaky, once]) == [1, 2]
+    bench = LayerBench(Subject(loss_layer(), "toy", "float32"), CPU)
+    samples = [Samples(0, Point(1, 4)), Samples(0, Point(1, 8))]
+    met: list[int] = []
+    survey([bench], samples, 1, window_s=0.0, again=2, sync=lambda: met.append(1), agree=lambda places: [1])
+    assert [len(sample.visits) for sample in samples] == [1, 3]
+    assert len(met) == 4
+
+
+def test_overhead_is_that_of_an_action_not_of_a_layer() -> None:
+    found = overhead("float32", CPU, rounds=3)
+    assert set(found) == set(ACTIONS)
+    tiny = LayerBench(Subject(attention_layer(), "toy", "float32"), CPU)
+    sample = Samples(0, Point(1, 1))
+    survey([tiny], [sample], 3, window_s=0.005)
+    whole = typical(sample.visits, crowded=False)[0]
+    assert all(0 <= found[action] < whole[action] for action in ("F", "B", "I")), (found, whole)
+
+
+def test_a_curve_of_a_real_layer_goes_through_its_points() -> None:
+    subject = Subject(attention_layer(), "toy", "float32")
+    bench = LayerBench(subject, CPU)
+    samples = [Samples(0, point) for point in first_points(subject.graph, 64, 256)]
+    survey([bench], samples, 3, window_s=0.003)
+    costs = overhead("float32", CPU, rounds=2)
+    curve = layer_curve(subject, samples, "cpu", costs, 1, crowded=False)
+    assert len(curve.points) == len(samples) < 40
+    assert curve.setting == "alone" and curve.actions["F"].time_s[-1] > curve.actions["F"].time_s[0]
+    assert len(curve.actions["F"].attention_s) == 7 and curve.fit_error < 1.0
+    assert layer_curve(subject, samples, "cpu", costs, 3, crowded=True).setting == "together"
+
+
+def test_distinct_layers_of_a_model_are_found_once() -> None:
+    found, skipped = subjects_of(["tiny-llama", "tiny-llama"], "float32")
+    assert [subject.name for subject in found] == [
+        "embed of tiny-llama",
+        "layers.0 of tiny-llama",
+        "head of tiny-llama",
+        "loss of tiny-llama",
+    ]
+    assert skipped == []
