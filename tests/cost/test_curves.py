@@ -14,6 +14,8 @@ from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, L
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text, load_text
 from pipefit.cost import curves
+from pipefit.cost.collectives import all_gather_s, all_reduce_s
+from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.fit import fit_action, fit_layer
@@ -263,8 +265,19 @@ def test_messages_collectives_and_overheads_are_looked_up() -> None:
     assert curves.collective_factors(cluster.measured, "all_reduce") == pytest.approx((2.0, 0.5))
     assert curves.collective_factors(cluster.measured, "all_gather") == (1.0, 1.0)
     assert curves.kinds_measured(cluster.measured) == {"cpu": 2}
-    assert curves.action_overhead_s(cluster, 1e-6) == (pytest.approx(2e-5), "overhead of an action 20 us: measured")
-    assert curves.action_overhead_s(local(2), 1e-6) == (1e-6, "overhead of an action 1 us: assumed")
+    assert curves.stage_overhead_s(cluster) == pytest.approx(2e-5)
+    assert curves.stage_overhead_s(local(2)) == 0.0
+
+
+def test_a_measured_cluster_is_costed_by_its_curves_and_collectives_by_their_factors() -> None:
+    cluster = measured_cluster(layer_graph())
+    assert isinstance(curves.best_costs(cluster), curves.MeasuredCosts)
+    assert isinstance(curves.best_costs(local(2)), Roofline)
+    plain, measured = Network(local(2)), Network(cluster)
+    link = plain.link(0, 1)
+    assert all_gather_s(measured, [[0, 1]], 1e6) == all_gather_s(plain, [[0, 1]], 1e6), "no all-gather was measured"
+    expected = 2 * (2.0 * link.latency_s + 1e6 / 2 * 0.5 / link.bandwidth_bytes_per_s)
+    assert all_reduce_s(measured, [[0, 1]], 1e6) == pytest.approx(expected)
 
 
 def test_a_measured_cluster_reloads_equal() -> None:

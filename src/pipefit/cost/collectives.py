@@ -2,7 +2,8 @@
 
 Several groups usually run the same collective at the same time (the replicas of every shard position; the shard
 groups of every replica) and share ports, so every function takes all of them. Sizes are the bytes of the whole
-tensor on one device: what an all-gather yields, what a reduce-scatter starts from.
+tensor on one device: what an all-gather yields, what a reduce-scatter starts from. Where `pipefit profile` measured
+collectives, their factors against a plain ring (`cost.curves.collective_factors`) multiply its constants.
 """
 
 from __future__ import annotations
@@ -10,23 +11,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pipefit.cost.network import Network
+from pipefit.cost.network import Network, RingTime
 
 Rings = Sequence[Sequence[int]]
 
 
 def all_gather_s(network: Network, rings: Rings, total_bytes: float) -> float:
     """Seconds until every device of every ring has all `total_bytes`."""
-    flat = network.rings(rings).pass_s(total_bytes)
-    inside, between, parts = _levels(network, rings)
-    if between is None or inside is None:
-        return flat
-    return min(flat, network.rings(between).pass_s(total_bytes / parts) + network.rings(inside).pass_s(total_bytes))
+    return _one_way_s(network, "all_gather", rings, total_bytes)
 
 
 def reduce_scatter_s(network: Network, rings: Rings, total_bytes: float) -> float:
     """Seconds until every device has its part of the sum: an all-gather run backwards."""
-    return all_gather_s(network, rings, total_bytes)
+    return _one_way_s(network, "reduce_scatter", rings, total_bytes)
 
 
 def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
@@ -35,12 +32,23 @@ def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
     Between hosts, the devices of a host first reduce among themselves, each then sums its part with its peers on the
     other hosts, and the parts are gathered inside the host.
     """
-    flat = 2 * network.rings(rings).pass_s(total_bytes)
+    return 2 * _one_way_s(network, "all_reduce", rings, total_bytes)
+
+
+def _one_way_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
+    """One pass, flat or in two levels."""
+    flat = _pass_s(network, operation, rings, total_bytes)
     inside, between, parts = _levels(network, rings)
     if between is None or inside is None:
         return flat
-    inner = network.rings(inside).pass_s(total_bytes)
-    return min(flat, 2 * inner + 2 * network.rings(between).pass_s(total_bytes / parts))
+    across = _pass_s(network, operation, between, total_bytes / parts)
+    return min(flat, across + _pass_s(network, operation, inside, total_bytes))
+
+
+def _pass_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
+    ring = network.rings(rings)
+    latency, per_byte = network.collective_factors(operation)
+    return RingTime(ring.hops, ring.latency_s * latency, ring.s_per_byte * per_byte).pass_s(total_bytes)
 
 
 def _levels(network: Network, rings: Rings) -> tuple[list[list[int]] | None, list[list[int]] | None, int]:

@@ -17,7 +17,7 @@ from pipefit.cluster.measured import ActionCurve, LayerCurve, LinkCurve, Measure
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
 from pipefit.cost.memory import Precision
-from pipefit.cost.roofline import CollectiveTime, LayerCost, Place, Recompute, Roofline
+from pipefit.cost.roofline import CollectiveTime, LayerCost, LayerCosts, Place, Recompute, Roofline
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
 
@@ -134,14 +134,18 @@ def collective_factors(measured: Measured, operation: str) -> tuple[float, float
     return float(latency), float(bandwidth)
 
 
-def action_overhead_s(cluster: Cluster, assumed_s: float) -> tuple[float, str]:
-    """(seconds that an action costs beside its layers, where that comes from): the largest of the device kinds' mean
-    over the actions, or `assumed_s` where nothing was measured."""
+def stage_overhead_s(cluster: Cluster) -> float:
+    """Seconds that running a stage once costs beside its layers: the mean over F, I, W and B of the slowest kind of
+    device; 0 where it was not measured (layer times from the roofline hold it)."""
     known = cluster.measured.overhead_s if cluster.measured is not None else {}
-    means = [float(np.mean(list(each.values()))) for each in known.values() if each]
-    if not means:
-        return assumed_s, f"overhead of an action {assumed_s * 1e6:.0f} us: assumed"
-    return max(means), f"overhead of an action {max(means) * 1e6:.0f} us: measured"
+    return max((float(np.mean(list(each.values()))) for each in known.values() if each), default=0.0)
+
+
+def best_costs(cluster: Cluster, setting: Setting = "together") -> LayerCosts:
+    """Measured curves where the cluster has some, else the roofline."""
+    if cluster.measured is not None and cluster.measured.layers:
+        return MeasuredCosts(cluster, setting)
+    return Roofline()
 
 
 class MeasuredCosts:
@@ -160,6 +164,10 @@ class MeasuredCosts:
         self.notes = ()
         self._signatures: dict[int, tuple[Graph, str]] = {}
         self._origins: dict[str, None] = {}
+        self._known: dict[object, LayerCost] = {}
+        overhead_s = stage_overhead_s(cluster)
+        if overhead_s:
+            self._note(f"running a stage costs {overhead_s * 1e6:.0f} us beside its layers: measured")
 
     def times(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> LayerTimes | None:
         """Measured times of one layer, or None if it was not measured."""
@@ -184,6 +192,21 @@ class MeasuredCosts:
         collective_key: object = None,
     ) -> LayerCost:
         """The cost of `graph`; arguments as for `Roofline.layer`."""
+        key = (self._signature(graph), place, kind.name, precision, recompute, collective_key)
+        if key not in self._known:
+            self._known[key] = self._layer(graph, place, kind, precision, recompute, collective, collective_key)
+        return self._known[key]
+
+    def _layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None,
+        collective_key: object,
+    ) -> LayerCost:
         guess = self.roofline.layer(graph, place, kind, precision, recompute, collective, collective_key)
         times = self.times(graph, place, kind, precision)
         if times is None or place.rows == 0:

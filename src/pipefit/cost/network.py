@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pipefit.cluster.topology import SELF, device_count, host_index, kind_of, link_between, rail_index
 from pipefit.cluster.types import Cluster, DeviceKind, Link
+from pipefit.cost.curves import collective_factors
 
 Port = tuple[str, int, int]
 """("device", device, 0), or ("host out" or "host in", host, rail)."""
@@ -55,9 +56,11 @@ class Network:
         count = device_count(cluster)
         self.devices = count
         self.host = tuple(host_index(cluster, device) for device in range(count))
+        self.rail = tuple(rail_index(cluster, device) if cluster.rails else 0 for device in range(count))
         self.kinds: tuple[DeviceKind, ...] = tuple(kind_of(cluster, device) for device in range(count))
         self._links: dict[tuple[int, int], Link] = {}
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
+        self._factors: dict[str, tuple[float, float]] = {}
 
     def link(self, source: int, target: int) -> Link:
         """The way from one device to another."""
@@ -87,6 +90,13 @@ class Network:
             self._rings[key] = self._ring_time(key)
         return self._rings[key]
 
+    def collective_factors(self, operation: str) -> tuple[float, float]:
+        """What the latency and the seconds per byte of a ring are multiplied by, where collectives were measured."""
+        if operation not in self._factors:
+            measured = self.cluster.measured
+            self._factors[operation] = collective_factors(measured, operation) if measured else (1.0, 1.0)
+        return self._factors[operation]
+
     def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
         load: dict[Port, float] = defaultdict(float)
         latency_s = 0.0
@@ -102,7 +112,7 @@ class Network:
         a, b = self.host[source], self.host[target]
         if a == b:
             return (("device", source, 0),)
-        rail = rail_index(self.cluster, source)
+        rail = self.rail[source]
         if not self.cluster.rails[rail].shared_ports:
             return (("device", source, 1),)
         return (("host out", a, rail), ("host in", b, rail))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.curves import stage_overhead_s
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
@@ -58,7 +59,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
-        overhead_s=ACTION_OVERHEAD_S,
+        overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
         notes=(*_provenance(network), *layers.notes, *NOTES),
     )
 

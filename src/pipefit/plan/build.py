@@ -11,8 +11,9 @@ from functools import cached_property
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.codec import digest
+from pipefit.cost.curves import best_costs
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCosts, Roofline
+from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
@@ -44,7 +45,7 @@ class Workbench:
         self.cluster = cluster
         self.network = Network(cluster)
         self.programs = Programs(model)
-        self.layers: LayerCosts = layers or Roofline()
+        self.layers: LayerCosts = layers or best_costs(cluster)
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
         self.cluster_source = cluster_source
         self.hashes = Hashes(model=model.hash, cluster=digest(cluster))

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipefit.cluster.types import Cluster
+from pipefit.cost.curves import best_costs
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCosts, Roofline
+from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import cost_table, lane_parts
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
@@ -51,7 +52,7 @@ def simulate_plan(
     """
     network = network or Network(cluster)
     work = pipeline_work(parts_of(plan), programs or Programs(model))
-    costs = cost_table(work, network, layers or Roofline())
+    costs = cost_table(work, network, layers or best_costs(cluster))
     timeline = simulate(plan.order.schedule(), costs)
     return Simulation(timeline, costs, work, lane_limits(work, network))
 
