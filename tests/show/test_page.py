@@ -196,6 +196,13 @@ def test_64_devices_of_16_lanes_stay_under_two_megabytes(tmp_path):
     assert len(source.encode()) < 700_000
 
 
+def test_of_very_many_devices_the_bars_show_each_lanes_extremes(tmp_path):
+    plan, cluster = toy_plan(stages=2, microbatches=2, replicas=(1,) * 68, hosts=17, devices=8, batch=136)
+    directory = write_toy_run(tmp_path / "run", plan, cluster)
+    source = report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
+    assert "132 devices are left out" in Page(source).words and source.count('class="device"') == 4
+
+
 @pytest.mark.slow
 def test_64_lanes_of_256_microbatches_stay_under_two_megabytes(tmp_path):
     source = biggest(tmp_path, stages=64, microbatches=256)

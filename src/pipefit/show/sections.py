@@ -43,6 +43,10 @@ BUSIEST = 8
 """Links in the table beside the heat-map."""
 
 
+MOST_DEVICES = 128
+"""Bars of the breakdown."""
+
+
 def card(identifier: str, title: str, body: str) -> str:
     """A section of the page."""
     return (
@@ -156,6 +160,7 @@ def _left_out(count: int) -> str:
 
 def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured: Sequence[Breakdown]) -> str:
     """Bars and a table: where the step of every device goes."""
+    measured, left_out = _shown(measured)
     lanes = {part.lane: part for part in predicted}
     longest = max((part.total_s for part in (*predicted, *measured)), default=0.0) or 1.0
     rows: list[tuple[str, str, Breakdown, Breakdown | None]] = []
@@ -181,6 +186,8 @@ def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured
             " The trace does not record how long each action waited for its data: waiting until the sender began is "
             "counted as idle, the transfer itself as compute."
         )
+    if left_out:
+        lead += f" {left_out} devices are left out: of each lane those that compute least and most are shown."
     return card(
         "breakdown",
         "Where the step goes",
@@ -188,6 +195,17 @@ def breakdown_section(subject: Subject, predicted: Sequence[Breakdown], measured
         f'<div class="bars{many}" tabindex="0" role="region" aria-label="Bars of every device">{bars}</div>'
         f"<details><summary>The same as a table</summary>{_breakdown_table(predicted, measured)}</details>",
     )
+
+
+def _shown(measured: Sequence[Breakdown]) -> tuple[Sequence[Breakdown], int]:
+    """Of too many devices, for each lane those that compute least and most; and how many that leaves out."""
+    if len(measured) <= MOST_DEVICES:
+        return measured, 0
+    kept = []
+    for lane in sorted({part.lane for part in measured}):
+        own = sorted((part for part in measured if part.lane == lane), key=lambda part: part.seconds["compute"])
+        kept += own if len(own) < 3 else [own[0], own[-1]]
+    return kept, len(measured) - len(kept)
 
 
 def _bar(tag: str, part: Breakdown, longest: float) -> str:

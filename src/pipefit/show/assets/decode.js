@@ -59,7 +59,7 @@ function scaled(value, units) {
   const [unit, scale] = units[units.length - 1];
   return value === 0 ? "0" : three(value / scale) + " " + unit;
 }
-const seconds = value => scaled(value, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]);
+const seconds = value => scaled(value, [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]]);
 const bytes = value => scaled(value, [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024], ["B", 1]]);
 const bandwidth = value => scaled(value, [["TB/s", 1e12], ["GB/s", 1e9], ["MB/s", 1e6], ["kB/s", 1e3], ["B/s", 1]]);
 const percent = value => (100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0) + " %";

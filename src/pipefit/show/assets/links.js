@@ -5,6 +5,7 @@ class Links {
     this.holder = document.getElementById("links-map");
     this.metric = "bytes";
     this.level = data.hosts.length > 1 && data.devices.length > 16 ? "hosts" : "devices";
+    if (data.devices.length > 128) for (const choice of document.querySelectorAll("input[name=links-level][value=devices]")) choice.disabled = true;
     for (const name of ["metric", "level"]) for (const choice of document.querySelectorAll(`input[name=links-${name}]`)) {
       choice.checked = choice.value === this[name];
       choice.addEventListener("change", () => { this[name] = choice.value; this.paint(); });
@@ -35,7 +36,7 @@ class Links {
     if (!width) return;
     const [names, cells] = this.cells(), n = names.length, format = { bytes, time: seconds, bandwidth }[this.metric];
     const label = Math.min(130, 14 + 6.4 * Math.max(...names.map(name => name.length)));
-    const size = Math.max(n > 32 ? 9 : 16, Math.min(62, (width - label - 6) / n)), every = Math.max(1, Math.ceil(15 / size));
+    const size = Math.max(n > 96 ? 4 : n > 32 ? 7 : 16, Math.min(62, (width - label - 6) / n)), every = Math.max(1, Math.ceil(15 / size));
     const turned = size < 6.6 * Math.max(...names.map(name => name.length)) + 4, head = turned ? label : 22;
     const all = [...cells.values()].map(cell => cell[this.metric]).filter(v => v > 0 && isFinite(v));
     const low = Math.min(...all), high = Math.max(...all);
@@ -47,9 +48,10 @@ class Links {
       const x = label + (k + 0.5) * size;
       element("text", turned ? { transform: `translate(${x + 4} ${head - 6}) rotate(-90)` } : { x, y: head - 7, "text-anchor": "middle" }, svg, name);
     });
+    if (n > 32) element("rect", { x: label, y: head, width: n * size, height: n * size, class: "self" }, svg);
     for (let a = 0; a < n; a++) for (let b = 0; b < n; b++) {
       const cell = cells.get(a * n + b), place = { x: label + b * size, y: head + a * size, width: size, height: size };
-      if (!cell) { element("rect", { ...place, class: a === b ? "self" : "cell none" }, svg); continue; }
+      if (!cell) { if (n <= 32) element("rect", { ...place, class: a === b ? "self" : "cell none" }, svg); continue; }
       const value = cell[this.metric], share = high > low ? Math.log(value / low) / Math.log(high / low) : 1, [fill, dark] = this.shade(isFinite(share) ? share : 1);
       const rect = element("rect", { ...place, class: "cell", fill, "data-from": a, "data-to": b }, svg);
       const words = this.words(names, cell);

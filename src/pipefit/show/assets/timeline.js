@@ -166,7 +166,7 @@ class Timeline {
 
   grid(c) {
     const span = this.view[1] - this.view[0], step = niceStep(span, (this.width - this.gutter) / 92);
-    const unit = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]].find(([, s]) => this.view[1] >= s) || ["ns", 1e-9];
+    const unit = [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]].find(([, s]) => this.view[1] >= s) || ["ns", 1e-9];
     const digits = Math.max(0, Math.ceil(-Math.log10(step / unit[1]) - 1e-9));
     c.font = "11.5px system-ui, sans-serif"; c.textBaseline = "middle"; c.textAlign = "center";
     c.fillStyle = colour("--line");
@@ -225,9 +225,9 @@ class Timeline {
   label(c, span, kind, x, y, width, h) {
     const a = span.action, text = a.microbatch < 0 ? a.kind : a.kind + a.microbatch + (this.data.slices > 1 ? "/" + a.slice : "");
     c.font = `600 ${h < 14 ? 10 : 11}px system-ui, sans-serif`;
-    const wide = c.measureText(text).width;
-    if (wide > width - 6) return;
-    const centre = Math.min(Math.max(x, this.gutter) + (Math.min(x + width, this.width) - Math.max(x, this.gutter)) / 2, x + width - wide / 2);
+    const wide = c.measureText(text).width, left = Math.max(x, this.gutter), right = Math.min(x + width, this.width - 4);
+    if (wide > right - left - 6) return;
+    const centre = (left + right) / 2;
     if (kind.pattern) { c.fillStyle = colour(kind.colour); c.fillRect(centre - wide / 2 - 2.5, y + 1.5, wide + 5, h - 3); }
     c.fillStyle = colour(kind.ink); c.textAlign = "center";
     c.fillText(text, centre, y + h / 2 + 0.5);
@@ -282,13 +282,14 @@ class Timeline {
     const name = kind.name[0].toUpperCase() + kind.name.slice(1);
     const title = name + (a.stage >= 0 ? `, stage ${a.stage}` : "") + (a.peer >= 0 ? ` ${a.kind.startsWith("SEND") ? "to" : "from"} stage ${a.peer}` : "")
       + (a.microbatch >= 0 ? `, microbatch ${a.microbatch}` : "") + (this.data.slices > 1 && a.microbatch >= 0 ? `, slice ${a.slice}` : "") + (a.what ? ` (${a.what})` : "");
-    const lines = [`${row.trace === "predicted" ? "Predicted for lane " + row.lane : "Measured on device " + row.device}: ${seconds(span.stop - span.start)}, from ${seconds(span.start)}`];
-    if (span.wait > 0) lines.push(`of which ${seconds(span.wait)} waiting${a.kind === "NORM" ? " for the last device" : " for data"}`);
+    const time = s => s.stop - s.start - s.wait;
+    const lines = [`${row.trace === "predicted" ? "Predicted for lane " + row.lane : "Measured on device " + row.device}: ${seconds(time(span))}, from ${seconds(span.start + span.wait)}`];
+    if (span.wait > 0) lines.push(`Waited ${seconds(span.wait)} ${a.kind === "NORM" ? "for the last device" : "for its data"} before`);
     const other = row.trace === "predicted" ? pair.measured : pair.predicted;
     if (other) {
       const [p, m] = row.trace === "predicted" ? [span, other] : [other, span];
-      const off = m.stop > m.start ? (p.stop - p.start) / (m.stop - m.start) - 1 : 0;
-      lines.push(`${row.trace === "predicted" ? "Measured" : "Predicted"}: ${seconds(other.stop - other.start)} (prediction ${off < 0 ? "−" : "+"}${percent(Math.abs(off))})`);
+      const off = time(m) > 0 ? ` (prediction ${time(p) < time(m) ? "−" : "+"}${percent(Math.abs(time(p) / time(m) - 1))})` : "";
+      lines.push(`${row.trace === "predicted" ? "Measured" : "Predicted"}: ${seconds(time(other))}${off}`);
     }
     if (span.critical) lines.push("On the predicted critical path");
     return [title, ...lines];
