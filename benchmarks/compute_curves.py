@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -142,6 +143,7 @@ def show(what: str):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help="whose layers; repeatable (default: tiny and gpt2)")
+    parser.add_argument("--layers", default="of tiny$|layers.0 of", help="regular expression of the layers' names")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of the largest microbatch")
     parser.add_argument("--unseen", type=int, default=12, help="random points for each layer")
@@ -156,7 +158,8 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = choose_device(arguments.device, 0)
     dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    subjects, _ = subjects_of(arguments.model or ["tiny", "gpt2"], dtype)
+    found, _ = subjects_of(arguments.model or ["tiny", "gpt2"], dtype)
+    subjects = [subject for subject in found if re.search(arguments.layers, subject.name)]
     start = time.monotonic()
     layers = measure(arguments, subjects, device)
     total = [error for layer in layers for action in FIELDS for error in errors(layer, action)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -231,6 +232,23 @@ def test_measured_costs_use_the_curve_of_the_layer_and_the_roofline_elsewhere() 
     assert other == Roofline().layer(layer_graph(width=16), place, kind, "float32", "none")
     assert any(note.endswith("on cpu in float32: not measured") for note in costs.notes)
     assert any("roofline" in note for note in costs.notes)
+
+
+def test_layers_that_were_not_measured_are_corrected_by_what_measured_ones_showed() -> None:
+    cluster = measured_cluster(layer_graph())
+    assert cluster.measured is not None
+    layers = tuple(replace(curve, against_roofline={"F": 2.0, "I": 3.0, "W": 0.5}) for curve in cluster.measured.layers)
+    cluster = replace(cluster, measured=replace(cluster.measured, layers=layers))
+    kind, place = cluster.kinds["cpu"], Place(1, 520, 0, 520)
+    costs = curves.MeasuredCosts(cluster)
+    guess = Roofline().layer(layer_graph(width=16), place, kind, "float32", "none")
+    found = costs.layer(layer_graph(width=16), place, kind, "float32", "none")
+    assert (found.forward_s, found.input_s, found.weight_s) == pytest.approx(
+        (2 * guess.forward_s, 3 * guess.input_s, 0.5 * guess.weight_s)
+    )
+    assert any("not measured; roofline x 2.00 (F), 3.00 (I), 0.50 (W)" in note for note in costs.notes)
+    other = costs.layer(layer_graph(width=16), place, kind, "float64", "none")
+    assert other == Roofline().layer(layer_graph(width=16), place, kind, "float64", "none"), "another dtype"
 
 
 def test_full_recomputation_adds_about_a_measured_forward() -> None:

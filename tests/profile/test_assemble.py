@@ -19,7 +19,7 @@ from pipefit.cost.roofline import Place, Roofline
 from pipefit.errors import ClusterError, FormatError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.assemble import Findings, assemble, check_same_software, host_ranks, short_kinds
-from pipefit.profile.calibrate import collective_curve, efficiency
+from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.environment import check_environment, fingerprint
 from pipefit.profile.facts import middle_rates
 from pipefit.profile.links import SIZES, LinkSample, survey
@@ -156,6 +156,9 @@ def test_efficiency_is_the_share_at_which_the_roofline_meets_the_measured_layers
     )  # fmt: skip
     assert efficiency(kind, [graph], [curve]) == pytest.approx(0.3, rel=0.06)
     assert efficiency(kind, [], []) == 1.0
+    (found,) = with_ratios(replace(kind, efficiency=0.6), [graph], [curve])
+    assert found.against_roofline["F"] == pytest.approx(2.0, rel=0.05)
+    assert with_ratios(kind, [], [curve]) == [curve]
 
 
 def test_partial_files_are_replaced_and_removed(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -61,7 +61,9 @@ class LayerCurve:
     "Keys F, I, W, B. The overhead of an action is not in them."
     points: tuple[LayerPoint, ...]
     fit_error: float
-    "Largest relative error of the curves at the measured points."
+    "Largest relative error of the curves at the measured points: of F and B together."
+    against_roofline: Mapping[str, float] = field(default_factory=dict)
+    "By F, I, W: measured time over the roofline's at the largest whole microbatch; only of layers with products."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,7 +173,11 @@ class MeasuredCosts:
         """Measured times of one layer, or None if it was not measured."""
         curve = find_layer(self.measured, self._signature(graph), kind.name, precision, self.setting)
         if curve is None:
-            self._note(f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured")
+            forward, back, weight = self._ratios(kind, precision)
+            how = "not measured"
+            if (forward, back, weight) != (1.0, 1.0, 1.0):
+                how += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"
+            self._note(f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: {how}")
             return None
         self._note(
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
@@ -209,9 +213,11 @@ class MeasuredCosts:
     ) -> LayerCost:
         guess = self.roofline.layer(graph, place, kind, precision, recompute, collective, collective_key)
         times = self.times(graph, place, kind, precision)
-        if times is None or place.rows == 0:
+        if place.rows == 0:
             return guess
         silent = self.roofline.layer(graph, place, kind, precision, recompute, _free, "no collectives")
+        if times is None:
+            return self._corrected(guess, silent, kind, precision)
         plain = self.roofline.layer(graph, place, kind, precision, "none", _free, "no collectives")
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         return replace(
@@ -221,6 +227,29 @@ class MeasuredCosts:
             weight_s=times.weight_s + guess.weight_s - silent.weight_s,
         )
 
+    def _corrected(self, guess: LayerCost, silent: LayerCost, kind: DeviceKind, precision: Precision) -> LayerCost:
+        """The roofline's guess, its computing times multiplied by what measured layers of the kind showed."""
+        forward, back, weight = self._ratios(kind, precision)
+        return replace(
+            guess,
+            forward_s=guess.forward_s + silent.forward_s * (forward - 1),
+            input_s=guess.input_s + silent.input_s * (back - 1),
+            weight_s=guess.weight_s + silent.weight_s * (weight - 1),
+        )
+
+    def _ratios(self, kind: DeviceKind, precision: Precision) -> tuple[float, float, float]:
+        """Measured over roofline for F, I and W: geometric means over measured layers with products, or 1."""
+        curves = [
+            curve.against_roofline
+            for curve in self.measured.layers
+            if curve.kind == kind.name and curve.dtype == precision and curve.setting == self.setting
+        ]
+        means = []
+        for action in ("F", "I", "W"):
+            known = [ratios[action] for ratios in curves if action in ratios]
+            means.append(float(np.exp(np.mean(np.log(known)))) if known else 1.0)
+        return means[0], means[1], means[2]
+
     def _signature(self, graph: Graph) -> str:
         if id(graph) not in self._signatures:
             self._signatures[id(graph)] = (graph, signature(graph))
@@ -229,7 +258,7 @@ class MeasuredCosts:
     def _note(self, text: str) -> None:
         if text not in self._origins:
             self._origins[text] = None
-            unmeasured = any(note.endswith("not measured") for note in self._origins)
+            unmeasured = any(": not measured" in note for note in self._origins)
             self.notes = (*self._origins, *(self.roofline.notes if unmeasured else self.roofline.notes[1:]))
 
 

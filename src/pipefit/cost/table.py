@@ -283,5 +283,7 @@ def _provenance(network: Network) -> tuple[str, ...]:
     notes = [f"cluster {cluster.name}: {cluster.provenance.source}; {cluster.provenance.where}"]
     for kind in cluster.kinds.values():
         origin = f"{kind.provenance.source}; {kind.provenance.where}"
-        notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:g} assumed")
+        known = kind.provenance.source == "measured"
+        how = "as measured layers reach it" if known else "assumed"
+        notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
     return tuple(notes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipefit.cluster.measured import CollectiveCurve, LayerCurve
+from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.cost.curves import layer_times, signature
 from pipefit.cost.network import Network
@@ -72,8 +72,37 @@ def efficiency(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[Layer
     return float(np.median(found)) if found else 1.0
 
 
+def with_ratios(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> list[LayerCurve]:
+    """The curves, those of this kind with their times over the roofline's (`LayerCurve.against_roofline`): by them
+    layers that were not measured, such as the parts of a sharded one, are corrected."""
+    known: Mapping[str, Graph] = {signature(graph): graph for graph in graphs if _has_products(graph)}
+    return [
+        replace(curve, against_roofline=_ratios(kind, known[curve.signature], curve))
+        if curve.kind == kind.name and curve.signature in known
+        else curve
+        for curve in layers
+    ]
+
+
+def _ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[str, float]:
+    point = _largest(curve)
+    measured = layer_times(curve, point.rows, point.tokens)
+    place = Place(point.rows, point.tokens, 0, point.tokens)
+    guess = Roofline().layer(graph, place, kind, curve.dtype, "none")  # type: ignore[arg-type]
+    pairs = {
+        "F": (measured.forward_s, guess.forward_s),
+        "I": (measured.input_s, guess.input_s),
+        "W": (measured.weight_s, guess.weight_s),
+    }
+    return {action: found / expected for action, (found, expected) in pairs.items() if found > 0 and expected > 0}
+
+
+def _largest(curve: LayerCurve) -> LayerPoint:
+    return max((point for point in curve.points if not point.past), key=lambda point: point.rows * point.tokens)
+
+
 def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
-    point = max((point for point in curve.points if not point.past), key=lambda point: point.rows * point.tokens)
+    point = _largest(curve)
     measured = layer_times(curve, point.rows, point.tokens)
     whole_s = measured.forward_s + measured.fused_s
     shares = np.geomspace(0.02, 1.0, 60)

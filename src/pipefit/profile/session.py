@@ -22,7 +22,7 @@ from pipefit.codec import from_data, to_data
 from pipefit.errors import ClusterError
 from pipefit.profile.assemble import Findings, assemble, check_same_software, host_ranks, short_kinds
 from pipefit.profile.board import Board
-from pipefit.profile.calibrate import collective_curve, efficiency
+from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.device import introduce, rates
 from pipefit.profile.facts import Member, Rates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
@@ -110,13 +110,13 @@ class Session:
         self._inside()
         self._between()
         cluster = self._assemble()
-        cluster = replace(
-            cluster,
-            kinds={
-                name: replace(kind, efficiency=efficiency(kind, graphs, self.found.layers))
-                for name, kind in cluster.kinds.items()
-            },
-        )
+        kinds = {
+            name: replace(kind, efficiency=efficiency(kind, graphs, self.found.layers))
+            for name, kind in cluster.kinds.items()
+        }
+        for kind in kinds.values():
+            self.found.layers = with_ratios(kind, graphs, self.found.layers)
+        cluster = replace(cluster, kinds=kinds)
         self._collectives(cluster)
         cluster = replace(cluster, measured=self._assemble().measured)
         if self.rank == 0:
