@@ -4,8 +4,8 @@ Both sides run 1F1B over gloo in the same processes, one step of ours and one of
 other pair), on the same computation: the stages of ours are operator graphs, PyTorch's are plain modules of the same
 parameters in a `PipelineStage` under `Schedule1F1B`. Two kinds of stages: **empty** (one multiplication by a
 vector, so that autograd has something to do; what is timed is the machinery) and **four-layer** (Llama blocks). The
-first stage has an embedding, the last one a head and the loss, on both sides. Neither side reduces gradients or
-updates parameters.
+first stage has an embedding, the last one the loss (and a head), on both sides; empty stages use our loss function on
+both, four-layer stages PyTorch's on PyTorch's side. Neither side reduces gradients or updates parameters.
 
 A pair's ratio is our step time over PyTorch's, each the slowest rank's. The bound is the upper end of the 95 %
 confidence interval of the mean ratio (Student's t on the logarithms). The losses of both sides must agree.
@@ -40,9 +40,12 @@ def main() -> int:
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    results = [measure(kind, processes, arguments.quick) for kind, processes in CASES]
+    print_head()
+    results = []
+    for kind, processes in CASES:
+        results.append(measure(kind, processes, arguments.quick))
+        print_row(results[-1])
     write_result(arguments.json, {"provenance": provenance(), "aim": AIM, "cases": results})
-    print_table(results)
     return 0 if all(case["losses_agree"] and case["ratio_bound_95"] <= AIM for case in results) else 1
 
 
@@ -50,34 +53,52 @@ def measure(kind: str, processes: int, quick: bool) -> dict[str, Any]:
     """One case: pairs of steps in `processes` ranks; times of the slowest rank."""
     import torch.multiprocessing as multiprocessing
 
-    pairs = 20 if quick else (200 if kind == "empty" else 60)
+    pairs = 20 if quick else (150 if kind == "empty" else 40)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = context.Queue()
     ranks = [
         context.Process(target=rank_main, args=(rank, processes, port, kind, pairs, queue)) for rank in range(processes)
     ]
     for rank in ranks:
         rank.start()
     try:
-        ours, theirs, actions, losses = queue.get()
+        found = wait_for(queue, ranks)
         for rank in ranks:
             rank.join(60)
     finally:
         for rank in ranks:
             if rank.is_alive():
                 rank.kill()
-    return summary(kind, processes, ours, theirs, actions, losses)
+    return summary(kind, processes, *found)
+
+
+def wait_for(queue: Any, ranks: list[Any]) -> Any:
+    """What the last rank reports. RuntimeError if a rank ends without."""
+    import queue as queues
+
+    while True:
+        try:
+            return queue.get(timeout=5)
+        except queues.Empty:
+            if any(rank.exitcode not in (None, 0) for rank in ranks):
+                raise RuntimeError(f"a rank ended: exit codes {[rank.exitcode for rank in ranks]}") from None
 
 
 def summary(
-    kind: str, processes: int, ours: list[float], theirs: list[float], actions: int, losses: tuple[float, float]
+    kind: str,
+    processes: int,
+    times: tuple[list[float], list[float]],
+    cpu_s: tuple[float, float],
+    actions: int,
+    losses: tuple[float, float],
 ) -> dict[str, Any]:
     """The figures of a case from the step times of its pairs."""
     from scipy.stats import t
 
+    ours, theirs = times
     ratios = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     mean, spread = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
     reach = float(t.ppf(0.975, len(ratios) - 1)) * spread
@@ -88,6 +109,8 @@ def summary(
         "actions_per_rank": actions,
         "ours_us_per_action": 1e6 * statistics.median(ours) / actions,
         "torch_us_per_action": 1e6 * statistics.median(theirs) / actions,
+        "ours_cpu_us_per_action": 1e6 * cpu_s[0] / actions,
+        "torch_cpu_us_per_action": 1e6 * cpu_s[1] / actions,
         "ratio": math.exp(mean),
         "ratio_bound_95": math.exp(mean + reach),
         "losses": losses,
@@ -107,22 +130,28 @@ def rank_main(rank: int, processes: int, port: int, kind: str, pairs: int, queue
     ours, actions, parameters = our_side(model, plan)
     theirs = torch_side(kind, model, plan, rank, parameters)
 
-    def timed(step: Callable[[], float]) -> tuple[float, float]:
+    def timed(step: Callable[[], float]) -> tuple[float, float, float]:
+        """(seconds of the slowest rank, CPU seconds of this rank's main thread, this rank's loss)."""
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         loss = step()
-        taken = torch.tensor([time.perf_counter() - began, loss], dtype=torch.float64)
-        dist.all_reduce(taken[:1], op=dist.ReduceOp.MAX)
-        return taken.tolist()[0], taken.tolist()[1]
+        cpu = time.thread_time() - cpu
+        taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken), cpu, loss
 
     for _ in range(5):
-        loss_ours, loss_theirs = timed(ours)[1], timed(theirs)[1]
+        losses = (timed(ours)[2], timed(theirs)[2])
     times: tuple[list[float], list[float]] = ([], [])
+    cpu_s = torch.zeros(2, dtype=torch.float64)
     for pair in range(pairs):
         for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            times[side].append(timed((ours, theirs)[side])[0])
+            seconds, cpu, _ = timed((ours, theirs)[side])
+            times[side].append(seconds)
+            cpu_s[side] += cpu / pairs / processes
+    dist.all_reduce(cpu_s)
     if rank == processes - 1:
-        queue.put((times[0], times[1], actions, (loss_ours, loss_theirs)))
+        queue.put((times, tuple(cpu_s.tolist()), actions, losses))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -243,9 +272,10 @@ def torch_side(kind: str, model: Any, plan: Any, rank: int, parameters: dict[str
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     divisor = tokens.numel()
 
-    def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / divisor
+    def plain_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
+    loss_of = our_loss if kind == "empty" else plain_loss
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of, scale_grads=False)
     first, last = rank == 0, rank == processes - 1
 
@@ -257,9 +287,18 @@ def torch_side(kind: str, model: Any, plan: Any, rank: int, parameters: dict[str
             schedule.step(*inputs, target=labels, losses=losses, return_outputs=False)
         else:
             schedule.step(*inputs, return_outputs=False)
-        return float(torch.stack([loss.detach() for loss in losses]).sum()) if last else 0.0
+        return float(torch.stack([loss.detach() for loss in losses]).sum()) / divisor if last else 0.0
 
     return step
+
+
+def our_loss(logits: Any, target: Any) -> Any:
+    """Our own cross-entropy: between empty stages the loss must not make the difference."""
+    import torch
+
+    from pipefit.run.ops.cross_entropy import _CrossEntropy
+
+    return _CrossEntropy.apply(logits, target, -100, torch.float32)
 
 
 def EmptyStage(plan: Any, rank: int) -> Any:
@@ -311,14 +350,19 @@ def layer_stage(plan: Any, rank: int) -> Any:
     return Stage()
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
-    print(f"{'stages':<12}{'processes':>10}{'pairs':>7}{'ours us':>10}{'torch us':>10}{'ratio':>8}{'95% bound':>11}")
-    for case in results:
-        print(
-            f"{case['stages']:<12}{case['processes']:>10}{case['pairs']:>7}{case['ours_us_per_action']:>10.1f}"
-            f"{case['torch_us_per_action']:>10.1f}{case['ratio']:>8.3f}{case['ratio_bound_95']:>11.3f}"
-            + ("" if case["losses_agree"] else f"  losses differ: {case['losses']}")
-        )
+def print_head() -> None:
+    print("microseconds per action, wall clock of the slowest rank; in brackets CPU time of a rank's main thread")
+    print(f"{'stages':<12}{'processes':>10}{'pairs':>7}{'ours':>18}{'torch':>18}{'ratio':>8}{'95% bound':>11}")
+
+
+def print_row(case: dict[str, Any]) -> None:
+    sides = (f"{case[f'{s}_us_per_action']:.1f} ({case[f'{s}_cpu_us_per_action']:.1f})" for s in ("ours", "torch"))
+    print(
+        f"{case['stages']:<12}{case['processes']:>10}{case['pairs']:>7}{next(sides):>18}{next(sides):>18}"
+        f"{case['ratio']:>8.3f}{case['ratio_bound_95']:>11.3f}"
+        + ("" if case["losses_agree"] else f"  losses differ: {case['losses']}"),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
