@@ -131,13 +131,14 @@ def test_what_files_say_cannot_become_markup(tmp_path):
     plan, cluster = toy_plan()
     evil = "</script><img src=x onerror=alert(1)><!--\u2028"
     plan = replace(plan, model=replace(plan.model, name=evil), decisions={**plan.decisions, "note": evil})
-    directory = write_toy_run(tmp_path / "run", plan, replace(cluster, name=evil))
+    cluster = replace(cluster, name=evil, hosts=(replace(cluster.hosts[0], name=evil),))
+    directory = write_toy_run(tmp_path / "run", plan, cluster)
     (directory / "environment.json").write_text(json.dumps({"host": evil, evil: "x"}))
-    source = report(make_subject(plan, toy_model(9), replace(cluster, name=evil), read_run(directory)))
+    source = report(make_subject(plan, toy_model(9), cluster, read_run(directory)))
     page = Page(source)
     assert "<img" not in source and not any(tag == "img" for tag, _, _ in page.elements)
     assert html.escape(evil, quote=True) in source
-    page.data(source)
+    assert page.data(source)["links"]["hosts"] == [evil]
 
 
 def test_losses_that_are_not_numbers_are_embedded_as_null(tmp_path):
