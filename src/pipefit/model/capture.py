@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -179,30 +181,45 @@ def _export(layer: nn.Module, call: _Call, dtype: str) -> Graph:
         arguments[argument] = torch.empty(sizes, dtype=kind, device="meta")
         dynamic[argument] = {i: dims[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
     except Exception as error:  # whatever user code raises under export
-        raise Unconvertible(_export_reason(error)) from error
+        raise Unconvertible(_export_reason(error, layer)) from error
     if program.graph_signature.buffers_to_mutate:
         raise Unconvertible("it changes a buffer in its forward")
     return _convert(program, layer, call, dtype, buffers)
 
 
-def _export_reason(error: Exception) -> str:
-    """The first line of the message and the last line of code outside of torch."""
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own warnings and logs: what they say of a failure stands in the reason."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _export_reason(error: Exception, layer: nn.Module) -> str:
+    """The message in one line, and the last line of the user's code that it came from."""
     import traceback
 
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
+    lines = [line for line in lines if "TORCH_LOGS" not in line] or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [
-        f for f in frames if "/torch/" not in f.filename and not f.filename.startswith("<") and f.filename != __file__
-    ]
-    where = f", at {outside[-1].filename.rsplit('/', 1)[-1]}:{outside[-1].lineno}" if outside else ""
+    outside = [f for f in frames if "/torch/" not in f.filename and f.filename not in (__file__, "<string>")]
     user = re.search(r'File "([^"]+)", line (\d+)', str(error))
-    if user is not None and not where:
-        where = f", at {user[1].rsplit('/', 1)[-1]}:{user[2]}"
-    return f"{message[:200]}{where}"
+    if outside:
+        file, line = outside[-1].filename, str(outside[-1].lineno)
+    elif user is not None:
+        file, line = user[1], user[2]
+    else:
+        code = type(layer).forward.__code__
+        file, line = code.co_filename, str(code.co_firstlineno)
+    return f"{lines[0][:200]}, at {file.rsplit('/', 1)[-1]}:{line}"
 
 
 def _on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -8,11 +8,13 @@ opaque. Rotary embeddings are in `lift_rotary.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipefit.model.graph import Graph, Operator
 from pipefit.model.lift_rotary import lift_rotary
+from pipefit.model.ops import KINDS
 from pipefit.model.rewrite import Editor, canonical_names
 
 _SWAP = [0, 2, 1, 3]
@@ -22,12 +24,28 @@ _SWAP = [0, 2, 1, 3]
 def lift(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()) -> Graph:
     """All passes in order, then canonical names. `rotary_candidates` are attribute sets to prefer for rotary
     operators whose frequencies they match."""
-    for one in PASSES:
-        graph = one(graph)
-    graph = lift_rotary(graph, rotary_candidates)
-    for one in PASSES:
-        graph = one(graph)
+    graph = merge_equal_operators(remove_dead(graph))
+    for _ in range(2):  # some spellings of rotary embeddings show only before reshapes are merged, others only after
+        graph = lift_rotary(graph, rotary_candidates)
+        for one in PASSES:
+            graph = one(graph)
     return canonical_names(graph)
+
+
+def merge_equal_operators(graph: Graph) -> Graph:
+    """Two cheap operators of one kind, inputs and attributes -> one. Boundaries stay: their number is the cost."""
+    editor = Editor(graph)
+    seen: dict[str, str] = {}
+    for operator in graph.operators:
+        if operator.kind in KINDS and KINDS[operator.kind].boundary:
+            continue
+        inputs = [editor.resolve(name) if name else "" for name in operator.inputs]
+        key = json.dumps([operator.kind, inputs, dict(operator.attributes)], sort_keys=True)
+        if key in seen and editor.shape(seen[key]) == editor.shape(operator.outputs[0]):
+            editor.alias(operator.outputs[0], seen[key])
+        else:
+            seen.setdefault(key, operator.outputs[0])
+    return editor.graph_now()
 
 
 def remove_casts_of_equal_types(graph: Graph) -> Graph:
