@@ -201,6 +201,7 @@ def test_a_profile_from_other_software_is_refused_unless_asked() -> None:
     assert said == ("torch 2.13.0 then, 2.11.0 now",)
     with pytest.raises(ClusterError, match=r"another machine than this one(.|\n)*cpu Some CPU then, Else now"):
         check_environment(measured_there(**here), here=here | {"cpu": "Else"})
+    assert check_environment(measured_there(**here), hardware=False, here=here | {"cpu": "Else"}) == ()
     with pytest.raises(ClusterError, match=r"cuda none then, 12\.8 now"):
         check_environment(measured_there(**here), here=here | {"cuda": "12.8"})
 

@@ -27,6 +27,9 @@ def command(
     fix: Annotated[
         list[str] | None, typer.Option(help="Pin a choice, KEY=VALUE; repeat for more. An unknown key lists them.")
     ] = None,
+    allow_other_environment: bool = typer.Option(
+        False, "--allow-other-environment", help="Use a cluster that was measured with other software."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON instead of tables."),
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
 ) -> None:
@@ -39,9 +42,12 @@ def command(
     from pipefit.plan.explain import forecast, headline, tables
     from pipefit.plan.make import make_plan
     from pipefit.plan.pins import parse_pins
+    from pipefit.profile.environment import check_environment
 
     text = cluster_text(cluster, local)
     found = open_cluster(text)
+    for difference in check_environment(found, allow=allow_other_environment, hardware=False):
+        print(f"measured with other software: {difference}", file=sys.stderr)
     pins = parse_pins(fix or [])
     job = _job(batch, seq, precision or ("float32" if local else "bfloat16"), seed)
     with _progress() as progress:

@@ -34,7 +34,14 @@ __all__ = [
 
 
 def open_cluster(text: str) -> Cluster:
-    """The cluster that `--cluster TEXT` means: a short text such as `8xH100` or `local:4`, else a file."""
+    """The cluster that `--cluster TEXT` means: a short text such as `8xH100` or `local:4`, else a file.
+
+    Raises ClusterError also where all links of a class are impossible: the units are mistaken.
+    """
     if text.startswith(LOCAL) and text.removeprefix(LOCAL).isdigit():
         return local(int(text.removeprefix(LOCAL)))
-    return parse_spec(text) if looks_like_spec(text) else load(text)
+    from pipefit.cluster.readers.plausible import check_plausible
+
+    cluster = parse_spec(text) if looks_like_spec(text) else load(text)
+    check_plausible(cluster, text)
+    return cluster

@@ -18,8 +18,8 @@ from pipefit import __version__
 from pipefit.cluster.types import Cluster
 from pipefit.errors import ClusterError
 
-SOFTWARE = ("pipefit", "python", "torch", "cuda", "driver")
-HARDWARE = ("cpu", "device")
+SOFTWARE = ("pipefit", "python", "torch", "cuda")
+HARDWARE = ("driver", "cpu", "device")
 
 
 def fingerprint() -> dict[str, str]:
@@ -39,9 +39,10 @@ def fingerprint() -> dict[str, str]:
 
 
 def check_environment(
-    cluster: Cluster, *, allow: bool = False, here: Mapping[str, str] | None = None
+    cluster: Cluster, *, allow: bool = False, hardware: bool = True, here: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Compare the machine and software that `cluster` was measured with against those `here` (default: found now).
+    """Compare the software and (`hardware`) the machine that `cluster` was measured with against those `here`
+    (default: found now). Who plans for a cluster elsewhere leaves the machine out; who runs on it does not.
 
     Returns the differences in words. Raises ClusterError naming them, unless `allow`. A cluster from data sheets, or
     one without a fingerprint, has nothing to compare and passes.
@@ -51,17 +52,17 @@ def check_environment(
         return ()
     now = fingerprint() if here is None else here
     software = _differences(then, now, SOFTWARE)
-    hardware = _differences(then, now, HARDWARE)
-    if (software or hardware) and not allow:
+    machine = _differences(then, now, HARDWARE) if hardware else ()
+    if (software or machine) and not allow:
         what = "other software than is running now" if software else "another machine than this one"
         raise ClusterError(
             f"The cluster was measured with {what}.",
             where=f"cluster {cluster.name!r}, measured {cluster.provenance.when or 'at an unknown time'}",
-            seen="; ".join((*software, *hardware)),
+            seen="; ".join((*software, *machine)),
             allowed="the versions that it was measured with",
             next_step="measure again with pipefit profile, or accept the differences with --allow-other-environment",
         )
-    return (*software, *hardware)
+    return (*software, *machine)
 
 
 def cpu_model() -> str:

@@ -122,7 +122,10 @@ class LayerBench:
         """Random inputs of the layer at a point, `start` tokens into their sequences."""
         shape = (point.rows, point.tokens)
         inputs: dict[str, torch.Tensor] = {}
-        feed = Feed(rows=torch.arange(point.rows, device=self.device))
+        feed = Feed(
+            rows=torch.arange(point.rows, device=self.device),
+            positions=torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous(),
+        )
         for tensor in self.graph.inputs:
             if tensor.role == "activation":
                 name = "" if not inputs else tensor.name
