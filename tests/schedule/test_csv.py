@@ -17,7 +17,7 @@ from pipefit.schedule.csv_io import from_csv, to_csv
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_round_trip(name: str) -> None:
     made = FAMILIES[name]
-    schedule = made(Problem(placement=made.placement(4), microbatches=6))
+    schedule = made(Problem(placement=made.placement(4), microbatches=8))
     assert from_csv(to_csv(schedule), name) == schedule
     assert to_csv(lower(schedule)) == to_csv(schedule)
 

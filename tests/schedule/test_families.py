@@ -28,6 +28,12 @@ def test_a_family_makes_valid_schedules(name: str, shape: tuple[int, int, int]) 
     devices, microbatches, slices = shape
     made = FAMILIES[name]
     problem = Problem(placement=made.placement(devices), microbatches=microbatches, slices=slices)
+    if microbatches * slices < made.least_units(devices):
+        with pytest.raises(
+            ScheduleError, match=rf"(?s)microbatches.*seen: {microbatches} microbatches.*allowed: at le"
+        ):
+            made(problem)
+        return
     schedule = made(problem)
     assert schedule.name == name
     assert (schedule.placement, schedule.microbatches, schedule.slices) == (problem.placement, microbatches, slices)
@@ -44,9 +50,26 @@ def test_a_family_makes_valid_schedules(name: str, shape: tuple[int, int, int]) 
 def test_a_family_follows_the_dag(name: str) -> None:
     """Two modules: stages 0-1 and 2-3 both feed stage 4, and a skip from 0 to 5."""
     edges = ((0, 1, ""), (1, 4, ""), (2, 3, ""), (3, 4, "image"), (4, 5, ""), (0, 5, "skip"))
-    schedule = FAMILIES[name](Problem(placement=linear(6), microbatches=5, edges=edges))
+    made = FAMILIES[name]
+    devices = next(devices for devices in range(1, 7) if len(made.placement(devices)) == 6)
+    schedule = made(Problem(placement=made.placement(devices), microbatches=7, edges=edges))
     check(schedule, edges)
     assert find_deadlock(lower(schedule, edges)) is None
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("placement", [linear(3), vee(3), (0, 1, 2, 0, 1, 2), (0, 0, 1, 2, 1), (2, 1, 0)])
+def test_a_family_refuses_what_it_is_not_written_for(name: str, placement: tuple[int, ...]) -> None:
+    """Any placement: a valid schedule, or an error that says which ones it is written for and what takes any."""
+    try:
+        schedule = FAMILIES[name](Problem(placement=placement, microbatches=6))
+    except ScheduleError as error:
+        text = error.text()
+        assert "is written for" in text and "where: placement" in text and "use gpipe, which takes any" in text
+        assert placement != FAMILIES[name].placement(3)
+    else:
+        check(schedule)
+        assert schedule.placement == placement
 
 
 def test_gpipe_and_1f1b_as_the_papers_draw_them() -> None:

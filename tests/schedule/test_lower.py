@@ -69,7 +69,7 @@ def test_lowering_costs_no_time(name: str, devices: int, transfer_s: float) -> N
     family = FAMILIES[name]
     placement = family.placement(devices)
     costs = uniform_costs(placement, transfer_s=transfer_s, port_s=transfer_s / 2)
-    computed = family(Problem(placement=placement, microbatches=7, costs=costs))
+    computed = family(Problem(placement=placement, microbatches=11, costs=costs))
     lowered = lower(computed, costs=costs)
     assert simulate(lowered, costs).makespan_s == simulate(computed, costs).makespan_s
 

@@ -32,7 +32,7 @@ def space(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, An
                 [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and lanes > 1)],
             )
             for microbatches, recompute, zero1, inner in choices:
-                if len(recompute) in (1, len(placement)):
+                if len(recompute) in (1, len(placement)) and _enough(schedule, lanes, microbatches, pins):
                     yield Decisions(
                         stages=len(placement),
                         cuts=pins.get("cuts", ()),
@@ -66,12 +66,18 @@ def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iter
 def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(schedule, placement) for this many lanes. A single lane runs all plain schedules alike as far as time goes,
     and 1F1B with the least memory."""
-    names = sorted(FAMILIES) if lanes > 1 else ["1f1b"]
+    names = [name for name in sorted(FAMILIES) if FAMILIES[name].searched] if lanes > 1 else ["1f1b"]
     stages = pins.get("stages", len(pins["cuts"]) + 1 if "cuts" in pins else None)
     for name in [pins["schedule"]] if "schedule" in pins else names:
         placement = pins.get("placement", FAMILIES[name].placement(lanes))
         if max(placement) + 1 == lanes and len(placement) <= layers and stages in (None, len(placement)):
             yield name, placement
+
+
+def _enough(schedule: str, lanes: int, microbatches: int, pins: Mapping[str, Any]) -> bool:
+    """Whether the schedule is written for so few microbatches. Where both are pinned, its own error says it best."""
+    units = microbatches * len(pins.get("slices", (1,)))
+    return units >= FAMILIES[schedule].least_units(lanes) or {"schedule", "microbatches"} <= pins.keys()
 
 
 def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:

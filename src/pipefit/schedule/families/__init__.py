@@ -1,8 +1,10 @@
 """The schedule families: one file each, found by walking this package.
 
 A family's module defines `name` (what the user types), `build(problem) -> Schedule`, a pure function that returns a
-computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), and, where it is not one stage
-per lane, `placement(devices)`, the placement that it is meant for.
+computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage per
+lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of them)
+`least_units(lanes)`, the fewest, and where the planner is to try it only when it is asked for by name
+`searched = False`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ class Family:
     build: Callable[[Problem], Schedule]
     placement: Callable[[int], tuple[int, ...]]
     "Number of devices -> the placement that the family is meant for."
+    least_units: Callable[[int], int]
+    "Number of lanes -> the fewest microbatches times slices that it is written for; with fewer, `build` raises."
+    searched: bool
+    "Whether the planner's search tries it unasked."
 
     def __call__(self, problem: Problem) -> Schedule:
         return self.build(problem)
@@ -51,8 +57,18 @@ def _find() -> Mapping[str, Family]:
             continue
         module = importlib.import_module(f"{__name__}.{entry.name}")
         assert module.name not in found, f"two families are called {module.name}"
-        found[module.name] = Family(module.name, module.build, getattr(module, "placement", linear))
+        found[module.name] = Family(
+            name=module.name,
+            build=module.build,
+            placement=getattr(module, "placement", linear),
+            least_units=getattr(module, "least_units", _one),
+            searched=getattr(module, "searched", True),
+        )
     return found
+
+
+def _one(lanes: int) -> int:
+    return 1
 
 
 FAMILIES: Mapping[str, Family] = _find()

@@ -1,0 +1,194 @@
+"""A pipeline schedule's building block: where every pass of one microbatch stands, repeated every `interval` slots.
+
+A slot is the time of one F, one I or one W; a fused B takes two. Everything that a schedule costs in memory is a
+property of the block: a stage keeps a microbatch from the start of its F to the end of its W (its lifespan l), so it
+never holds more than ceil(l / interval) of them, whatever their number. Repeated blocks run without collisions when
+no two passes of a lane fall into the same slot modulo the interval (Qi et al. 2024, arXiv 2405.15362, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Kind
+
+LENGTH = {"F": 1, "I": 1, "W": 1, "B": 2}
+"""Slots that a pass takes."""
+
+
+class Offset(NamedTuple):
+    """One pass of a block."""
+
+    start: int
+    "The slot in which it begins, for the first microbatch."
+    kind: Kind
+    stage: int
+
+    @property
+    def stop(self) -> int:
+        """The first slot after it."""
+        return self.start + LENGTH[self.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildingBlock:
+    """The passes of one microbatch. Offsets are slots, one a stage."""
+
+    placement: tuple[int, ...]
+    "`placement[s]` is the lane that holds stage s: linear, looped, a V, or any other."
+    interval: int
+    "Slots from one microbatch to the next: the work of the busiest lane, if it is to run without bubbles."
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    "Of the I, or of the fused B where there are no weight offsets."
+    weight: tuple[int, ...] = ()
+    "Of the W; empty where backwards are fused."
+
+    @property
+    def lanes(self) -> int:
+        return max(self.placement) + 1
+
+    def passes(self, lane: int) -> tuple[Offset, ...]:
+        """The passes of a lane by time."""
+        found = []
+        for stage, other in enumerate(self.placement):
+            if other == lane:
+                found.append(Offset(self.forward[stage], "F", stage))
+                found.append(Offset(self.backward[stage], "I" if self.weight else "B", stage))
+                if self.weight:
+                    found.append(Offset(self.weight[stage], "W", stage))
+        return tuple(sorted(found))
+
+    @property
+    def lifespans(self) -> tuple[int, ...]:
+        """For each stage, the slots from the start of F to the end of the last pass that needs what F kept."""
+        ends = [w + LENGTH["W"] for w in self.weight] or [b + LENGTH["B"] for b in self.backward]
+        return tuple(end - start for end, start in zip(ends, self.forward, strict=True))
+
+    @property
+    def peak_bounds(self) -> tuple[int, ...]:
+        """For each lane, the most stage-microbatches that it can ever hold, whatever the number of microbatches:
+        the sum of ceil(lifespan / interval) over its stages (section 2.2)."""
+        most = [-(-span // self.interval) for span in self.lifespans]
+        return tuple(sum(most[s] for s, lane in enumerate(self.placement) if lane == i) for i in range(self.lanes))
+
+    def slots(self, lane: int) -> tuple[tuple[Offset, ...], ...]:
+        """For each slot of the interval, the passes of a lane that fall into it; more than one collide."""
+        cells: list[list[Offset]] = [[] for _ in range(self.interval)]
+        for offset in self.passes(lane):
+            for slot in range(offset.start, offset.stop):
+                cells[slot % self.interval].append(offset)
+        return tuple(map(tuple, cells))
+
+    def collisions(self) -> tuple[tuple[int, int], ...]:
+        """(lane, slot modulo the interval) of every slot that several passes claim."""
+        return tuple(
+            (lane, slot)
+            for lane in range(self.lanes)
+            for slot, claims in enumerate(self.slots(lane))
+            if len(claims) > 1
+        )
+
+
+def check_block(block: BuildingBlock) -> None:
+    """Raise ScheduleError, with a drawing, for a pass before what it needs, or for passes that collide."""
+    for stage in range(len(block.placement)):
+        needed = _too_early(block, stage)
+        if needed is not None:
+            raise ScheduleError(
+                f"A pass of stage {stage} starts before what it needs.\n{draw_block(block)}",
+                where=f"stage {stage}",
+                seen=needed,
+            )
+    clashes = block.collisions()
+    if clashes:
+        lane, slot = clashes[0]
+        claims = " and ".join(f"{o.stage}{o.kind} at {o.start}" for o in block.slots(lane)[slot])
+        raise ScheduleError(
+            f"Passes of the building block collide: repeated every {block.interval} slots, they claim one slot.\n"
+            f"{draw_block(block)}",
+            where=f"lane {lane}, slot {slot}",
+            seen=claims,
+            allowed=f"starts of a lane that differ modulo {block.interval}",
+            next_step="move one of them, or lengthen the interval",
+        )
+
+
+def _too_early(block: BuildingBlock, stage: int) -> str | None:
+    """What a stage's passes breach of: after the stage before, F before I or B, after the stage behind, I before W."""
+    forward, backward, back = block.forward, block.backward, LENGTH["I" if block.weight else "B"]
+    if stage and forward[stage] <= forward[stage - 1]:
+        return f"F at {forward[stage]}, the F of stage {stage - 1} at {forward[stage - 1]}"
+    if stage + 1 == len(forward) and backward[stage] <= forward[stage]:
+        return f"backward at {backward[stage]}, its F at {forward[stage]}"
+    if stage + 1 < len(forward) and backward[stage] < backward[stage + 1] + back:
+        return f"backward at {backward[stage]}, that of stage {stage + 1} at {backward[stage + 1]}"
+    if block.weight and block.weight[stage] <= backward[stage]:
+        return f"W at {block.weight[stage]}, its I at {backward[stage]}"
+    return None
+
+
+def draw_block(block: BuildingBlock) -> str:
+    """The slots modulo the interval, lanes down, with `>...<` around collisions and an arrow below the first."""
+    clashes = set(block.collisions())
+    cells = {
+        (lane, slot): _cell(claims, (lane, slot) in clashes)
+        for lane in range(block.lanes)
+        for slot, claims in enumerate(block.slots(lane))
+    }
+    widths = [
+        max(len(str(slot)), *(len(cells[lane, slot]) for lane in range(block.lanes))) for slot in range(block.interval)
+    ]
+    label = max(len("slot"), len(f"lane {block.lanes - 1}"))
+    lines = [_line("slot".ljust(label), map(str, range(block.interval)), widths)]
+    for lane in range(block.lanes):
+        row = [cells[lane, slot] for slot in range(block.interval)]
+        lines.append(_line(f"lane {lane}".ljust(label), row, widths))
+        if clashes and lane == min(clashes)[0]:
+            slot = min(clashes)[1]
+            lines.append(" " * (label + 1 + sum(w + 1 for w in widths[:slot])) + "^" * len(cells[lane, slot]))
+    return "\n".join("  " + line for line in lines)
+
+
+def _cell(claims: Sequence[Offset], clash: bool) -> str:
+    text = "|".join(f"{offset.stage}{offset.kind}" for offset in claims) or "."
+    return f">{text}<" if clash else text
+
+
+def _line(label: str, cells: Sequence[str] | map[str], widths: Sequence[int]) -> str:
+    return " ".join([label, *(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
+
+
+def place_weights(block: BuildingBlock) -> BuildingBlock:
+    """The block with every W in the first slot after its I that is free modulo the interval, earlier I's first.
+
+    Takes a block without weight offsets whose backwards are meant as I. Raises ScheduleError, with a drawing, where
+    the F and I collide or leave no slot free.
+    """
+    weight = [0] * len(block.placement)
+    for lane in range(block.lanes):
+        held = [stage for stage, other in enumerate(block.placement) if other == lane]
+        taken = {start[stage] % block.interval for start in (block.forward, block.backward) for stage in held}
+        if len(taken) != 2 * len(held) or 3 * len(held) > block.interval:
+            raise ScheduleError(
+                "The F and I of a lane leave no room for its W.",
+                where=f"lane {lane}",
+                seen=", ".join(f"{s}F at {block.forward[s]}, {s}I at {block.backward[s]}" for s in held),
+                allowed=f"starts that differ modulo {block.interval}, and three slots a stage",
+            )
+        for stage in sorted(held, key=lambda s: block.backward[s]):
+            slot = block.backward[stage] + 1
+            while slot % block.interval in taken:
+                slot += 1
+            taken.add(slot % block.interval)
+            weight[stage] = slot
+    return BuildingBlock(
+        placement=block.placement,
+        interval=block.interval,
+        forward=block.forward,
+        backward=block.backward,
+        weight=tuple(weight),
+    )

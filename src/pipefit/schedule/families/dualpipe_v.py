@@ -1,0 +1,86 @@
+"""DualPipeV: DeepSeek's DualPipe folded into a V, so that one copy of the parameters is enough (Li et al. 2025,
+https://github.com/deepseek-ai/DualPipe; "cut in half" by Qi et al.).
+
+Forwards and backwards of the two stages of a lane stand next to each other, so that the communication inside one can
+hide behind the other's compute; here they run one after the other. Every lane of d holds 2 d + 1 stage-microbatches.
+It is written for at least 2 d microbatches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block_passes import Pass
+from pipefit.schedule.block_reorder import Sort
+from pipefit.schedule.families._blocks import Named, require_vee, schedule, written
+from pipefit.schedule.problem import Problem, vee
+
+name = "dualpipe-v"
+placement = vee
+searched = False
+
+
+def least_units(lanes: int) -> int:
+    """The fewest microbatches times slices: two for every lane."""
+    return 2 * lanes
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError for another placement than the V, and for too few microbatches."""
+    depth = require_vee("DualPipeV", problem)
+    if problem.microbatches * problem.slices < least_units(depth):
+        raise ScheduleError(
+            "DualPipeV needs two microbatches (or slices of them) for every lane.",
+            where="microbatches",
+            seen=f"{problem.microbatches} microbatches of {problem.slices} slices on {depth} lanes",
+            allowed=f"at least {-(-least_units(depth) // problem.slices)} microbatches",
+            next_step="use more microbatches, or v-zb, which takes any number",
+        )
+    return schedule(name, problem, _lanes(depth, problem.microbatches, problem.slices))
+
+
+@lru_cache(maxsize=64)
+def _lanes(depth: int, microbatches: int, slices: int) -> Named:
+    units = microbatches * slices
+    return written(tuple(_lane(i, depth, units) for i in range(depth)), vee(depth), slices)
+
+
+def _lane(i: int, depth: int, units: int) -> tuple[Pass, ...]:
+    """The order of lane i, in the eight steps of DeepSeek's code."""
+    down, up = i, 2 * depth - 1 - i
+    after, upto = depth - 1 - i, i + 1
+    order: list[Sort] = [("F", down)] * (2 * after)
+    order += [("F", down), ("F", up)] * upto
+    order += [("I", up), ("W", up), ("F", up)] * after
+    order += [("F", down), ("B", up), ("F", up), ("B", down)] * (units - 2 * depth + upto)
+    order += [("B", up), ("F", up), ("B", down)] * after
+    tail: list[Sort] = [("B", up), ("B", down)] * upto
+    fused = 2 * (upto // 2) + (0 if i % 2 else 1)
+    late: list[Sort] = [("I", stage) for _, stage in tail[fused:]]
+    order += tail[:fused] + late
+    pending = [stage for _, stage in late]
+    for _ in range(after):
+        order += [("W", pending.pop(0)), ("I", down)]
+        pending.append(down)
+    order += [("W", stage) for stage in pending]
+    return _number(order)
+
+
+def _number(order: list[Sort]) -> tuple[Pass, ...]:
+    """Units counted over I and B together, as some backwards of a stage are split and some are not; a W has the unit
+    of its I."""
+    split: dict[int, list[int]] = {}
+    counts: dict[tuple[bool, int], int] = {}
+    passes = []
+    for kind, stage in order:
+        if kind == "W":
+            unit = split[stage].pop(0)
+        else:
+            unit = counts.get((kind == "F", stage), 0)
+            counts[kind == "F", stage] = unit + 1
+            if kind == "I":
+                split.setdefault(stage, []).append(unit)
+        passes.append(Pass(0, kind, stage, unit))
+    return tuple(passes)

@@ -1,0 +1,32 @@
+"""1F1B-V: the V placement with fused backwards, about two thirds of the memory of 1F1B (Qi et al. 2024, arXiv
+2405.15362, appendix).
+
+Every lane of d holds 2 (floor(2 d / 3) + 1) stage-microbatches, where 1F1B holds 2 d. Without W's to put off there is
+nothing to fill gaps with: the bubble is that of 1F1B, up to two slots more.
+"""
+
+from __future__ import annotations
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.families._blocks import repeated, require_vee, schedule
+from pipefit.schedule.problem import Problem, vee
+
+name = "1f1b-v"
+placement = vee
+searched = False
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    lanes = require_vee("1F1B-V", problem)
+    return schedule(name, problem, repeated(block(lanes), problem.microbatches, problem.slices))
+
+
+def block(lanes: int) -> BuildingBlock:
+    """Forwards hop one slot. Backwards hop two and, every third lane, five, so that on each lane two B's of two slots
+    find two free pairs of slots beside the forwards."""
+    d = lanes
+    first = 2 * d + (3 if d % 3 == 0 else 0)
+    backward = [first + 2 * j + 3 * ((j + (1 - d) % 3) // 3) for j in range(2 * d)]
+    return BuildingBlock(placement=vee(d), interval=6, forward=tuple(range(2 * d)), backward=tuple(reversed(backward)))

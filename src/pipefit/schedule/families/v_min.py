@@ -1,0 +1,42 @@
+"""V-Min: the V block with the least memory, about a third of that of 1F1B (Qi et al. 2024, arXiv 2405.15362, section
+3.1).
+
+Every lane of d holds 2 floor((d + 4) / 3) stage-microbatches, where 1F1B holds 2 d. In unit time the lane that takes
+longest idles max(0, 6 d - 3 k - 1) slots at that peak k. As soon as F, I and W differ, there are bubbles in every
+period: with measured times it is often slower than 1F1B.
+"""
+
+from __future__ import annotations
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block import BuildingBlock, place_weights
+from pipefit.schedule.families import v_zb
+from pipefit.schedule.families._blocks import controlled, require_vee, schedule
+from pipefit.schedule.problem import Problem, vee
+
+name = "v-min"
+placement = vee
+searched = False
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    lanes = require_vee("V-Min", problem)
+    return schedule(name, problem, controlled(block(lanes), problem.microbatches, problem.slices))
+
+
+def block(lanes: int) -> BuildingBlock:
+    """All hops are one slot; the turn from forward to backward waits e = 0, 2 or 4.
+
+    e = 2 for d = 3, 6, 9, ... keeps passes from colliding. e = 4 for d = 5, 8, 11, ... is ours: the published block
+    has e = 0 there, and with the same peak four slots more of bubble. Up to two lanes the peak is that of V-ZB, whose
+    block has no bubble.
+    """
+    d = lanes
+    if d <= 2:
+        return v_zb.block(d)
+    e = 2 * ((1 - d) % 3)
+    down, up = range(d), range(d - 1, -1, -1)
+    forward = [*down, *(2 * d - 1 - i for i in up)]
+    backward = [4 * d + e - 1 - i for i in down] + [2 * d + e + i for i in up]
+    return place_weights(BuildingBlock(placement=vee(d), interval=6, forward=tuple(forward), backward=tuple(backward)))

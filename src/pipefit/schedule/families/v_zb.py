@@ -1,0 +1,32 @@
+"""V-ZB: the V block that spends the memory of 1F1B and, where F, I and W take equal times, has no bubble (Qi et al.
+2024, arXiv 2405.15362, section 3.1).
+
+Every lane of d holds 2d stage-microbatches (a stage is half of what a lane of 1F1B holds). In unit time no lane that
+has enough microbatches (about 2d) idles between its first and its last action.
+"""
+
+from __future__ import annotations
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block import BuildingBlock, place_weights
+from pipefit.schedule.families._blocks import controlled, require_vee, schedule
+from pipefit.schedule.problem import Problem, vee
+
+name = "v-zb"
+placement = vee
+searched = False
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    lanes = require_vee("V-ZB", problem)
+    return schedule(name, problem, controlled(block(lanes), problem.microbatches, problem.slices))
+
+
+def block(lanes: int) -> BuildingBlock:
+    """Hops of 4 slots on the way down and in the second half of the backward, 2 on the others, no pause at turns."""
+    d = lanes
+    down, up = range(d), range(d - 1, -1, -1)
+    forward = [4 * i for i in down] + [6 * d - 5 - 2 * i for i in up]
+    backward = [12 * d - 9 - 2 * i for i in down] + [6 * d - 4 + 4 * i for i in up]
+    return place_weights(BuildingBlock(placement=vee(d), interval=6, forward=tuple(forward), backward=tuple(backward)))

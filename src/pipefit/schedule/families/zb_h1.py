@@ -1,0 +1,34 @@
+"""ZB-H1: 1F1B with the backward split into I and W, and W put off to fill the end (Qi et al. 2024, arXiv 2401.10241,
+section 3.1).
+
+Every lane of d holds d microbatches, the peak of 1F1B's first one. With equal stages it idles (d - 1)(F + I - W) in
+place of (d - 1)(F + I + W): lane i puts its W's off by i microbatches.
+"""
+
+from __future__ import annotations
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.families._blocks import in_positions, repeated, schedule
+from pipefit.schedule.problem import Problem, linear
+
+name = "zb-h1"
+searched = False
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    made = in_positions("ZB-H1", problem, block)
+    return schedule(name, problem, repeated(made, problem.microbatches, problem.slices))
+
+
+def block(lanes: int) -> BuildingBlock:
+    """The forwards and backwards of 1F1B, and a W 3 d slots after the F on every lane."""
+    d = lanes
+    return BuildingBlock(
+        placement=linear(d),
+        interval=3,
+        forward=tuple(range(d)),
+        backward=tuple(3 * d - 2 - 2 * i for i in range(d)),
+        weight=tuple(3 * d - 1 + i for i in range(d)),
+    )

@@ -1,0 +1,35 @@
+"""ZB-H2: so many forwards ahead that a pipeline of equal stages has no bubble (Qi et al. 2024, arXiv 2401.10241,
+section 3.2).
+
+Every lane of d holds 2 d - 1 microbatches and idles (d - 1)(F + I - 2 W) between its first and its last action. The
+lanes end one after the other; the paper lets the next step begin before the last lane has ended, which a global
+gradient norm does not allow.
+"""
+
+from __future__ import annotations
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.families._blocks import in_positions, repeated, schedule
+from pipefit.schedule.problem import Problem, linear
+
+name = "zb-h2"
+searched = False
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    made = in_positions("ZB-H2", problem, block)
+    return schedule(name, problem, repeated(made, problem.microbatches, problem.slices))
+
+
+def block(lanes: int) -> BuildingBlock:
+    """Lane i runs 2 (d - i) - 1 forwards before its first I; a W ends 3 (2 d - 1) slots after its F begins."""
+    d = lanes
+    return BuildingBlock(
+        placement=linear(d),
+        interval=3,
+        forward=tuple(2 * i for i in range(d)),
+        backward=tuple(6 * d - 5 - 4 * i for i in range(d)),
+        weight=tuple(6 * d - 4 + 2 * i for i in range(d)),
+    )

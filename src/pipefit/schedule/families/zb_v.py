@@ -1,0 +1,57 @@
+"""ZB-V: the handcrafted V schedule without bubbles in unit time (Qi et al. 2024, arXiv 2401.10241, section 6; the
+order that PyTorch ships as ZBVZeroBubble).
+
+Every lane of d holds 2 d stage-microbatches, and from 2 d - 1 microbatches on no lane idles between its first and its
+last action if F, I and W take equal times. With fewer it is the schedule of 2 d - 1 without the ones that are not
+there. V-ZB has the same peak and wastes less where microbatches are few.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block_passes import Pass, number
+from pipefit.schedule.block_reorder import Sort
+from pipefit.schedule.families._blocks import Named, require_vee, schedule, written
+from pipefit.schedule.problem import Problem, vee
+
+name = "zb-v"
+placement = vee
+searched = False
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError for another placement than the V."""
+    return schedule(name, problem, _lanes(require_vee("ZB-V", problem), problem.microbatches, problem.slices))
+
+
+@lru_cache(maxsize=64)
+def _lanes(depth: int, microbatches: int, slices: int) -> Named:
+    units = microbatches * slices
+    return written(tuple(_lane(i, depth, units) for i in range(depth)), vee(depth), slices)
+
+
+def _lane(i: int, depth: int, units: int) -> tuple[Pass, ...]:
+    """The order of lane i: fill, then (F I W) of the way down and of the way up in turn, then the rest of the I's
+    with their W's behind them."""
+    whole = max(units, 2 * depth - 1)
+    down, up = i, 2 * depth - 1 - i
+
+    def both(stage: int) -> list[Sort]:
+        return [("I", stage), ("W", stage)]
+
+    def one_of(stage: int) -> list[Sort]:
+        return [("F", stage), *both(stage)]
+
+    early = 2 * depth - 1 - i
+    order: list[Sort] = [("F", down)] * (2 * (depth - i) - 1)
+    order += [("F", up), ("F", down)] * i
+    order += one_of(up) * (depth - i)
+    order += [*one_of(down), *one_of(up)] * (whole - early)
+    order += [*both(down), *one_of(up)] * (early - depth)
+    order += [("I", down), ("I", up)] * i
+    order += both(down) * (depth - i)
+    order += [("W", up)] * i
+    order += [("W", down)] * i
+    return tuple(one for one in number(order) if one.unit < units)
