@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipefit.cluster import local
 from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve
+from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text, load_text
 from pipefit.cost import curves
@@ -285,6 +286,31 @@ def test_messages_collectives_and_overheads_are_looked_up() -> None:
     assert curves.kinds_measured(cluster.measured) == {"cpu": 2}
     assert curves.stage_overhead_s(cluster) == pytest.approx(2e-5)
     assert curves.stage_overhead_s(local(2)) == 0.0
+
+
+def test_a_transfer_takes_what_the_curve_of_its_very_link_says() -> None:
+    cluster = measured_cluster(layer_graph())
+    assert cluster.measured is not None
+    link = LinkCurve(
+        sizes_bytes=(8, 1008, 100008), time_s=(1e-5, 2e-5, 9e-4), spread=(0.0,) * 3, between_pairs=(0.0,) * 3, pairs=2
+    )
+    latency_s = cluster.links["loopback"].latency_s
+    inside = replace(cluster, measured=replace(cluster.measured, links={"loopback": link}))
+    for size, whole_s in ((8, latency_s), (1008, latency_s), (50508, 4.6e-4), (100008, 9e-4)):
+        found = Network(inside).transfer([(0, 1, size)])
+        assert found.whole_s == pytest.approx(whole_s), "no message is faster than the latency"
+        assert found.port_s == pytest.approx(whole_s - latency_s)
+    two = Cluster(
+        name="two", kinds=cluster.kinds, links=cluster.links, provenance=cluster.provenance,
+        hosts=tuple(replace(cluster.hosts[0], name=name) for name in "ab"),
+        rails=(uniform_rail("network", 2, 1e-5, 1e9),),
+    )  # fmt: skip
+    rail = RailCurve(sizes_bytes=(8, 1008), time_s=(((0.0, 1e-5), (3e-5, 0.0)), ((0.0, 3e-5), (9e-5, 0.0))), spread=())
+    two = replace(two, measured=Measured(rails={"network": rail}))
+    assert Network(two).transfer([(0, 2, 508)]).whole_s == pytest.approx(2e-5)
+    assert Network(two).transfer([(2, 0, 508)]).whole_s == pytest.approx(6e-5), "the other direction"
+    plain = Network(replace(two, measured=None)).transfer([(0, 2, 508)]).whole_s
+    assert plain == pytest.approx(1e-5 + 508 / 1e9)
 
 
 def test_a_measured_cluster_is_costed_by_its_curves_and_collectives_by_their_factors() -> None:

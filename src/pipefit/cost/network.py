@@ -1,6 +1,7 @@
 """Links and ports of a cluster, prepared for many questions: one Network is made per search and asked again and again.
 
-A message takes the link's latency and its bytes over the link's bandwidth. Messages that leave one port at the same
+A message takes the link's latency and its bytes over the link's bandwidth, or the time that the measured curve of that
+link gives for its size. Messages that leave one port at the same
 time share it: inside a host each device has its own port; between hosts the devices of a host share the port of the
 rail they send on, unless the rail says otherwise. Nothing here knows stages or plans.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from pipefit.cluster.topology import SELF, device_count, host_index, kind_of, link_between, rail_index
 from pipefit.cluster.types import Cluster, DeviceKind, Link
-from pipefit.cost.curves import collective_factors
+from pipefit.cost.curves import collective_factors, message_time_s, rail_message_time_s
 
 Port = tuple[str, int, int]
 """("device", device, 0), or ("host out" or "host in", host, rail)."""
@@ -79,7 +80,7 @@ class Network:
                 continue
             latency_s = max(latency_s, link.latency_s)
             for port in self._ports(source, target):
-                busy[port] += size / link.bandwidth_bytes_per_s
+                busy[port] += self._busy_s(source, target, size)
         port_s = max(busy.values(), default=0.0)
         return TransferTime(latency_s + port_s, port_s)
 
@@ -107,6 +108,24 @@ class Network:
                 for port in self._ports(source, target):
                     load[port] += 1.0 / link.bandwidth_bytes_per_s
         return RingTime(max(map(len, rings), default=1), latency_s, max(load.values(), default=0.0))
+
+    def _busy_s(self, source: int, target: int, size: float) -> float:
+        """Seconds that a message keeps its port busy, without the latency: by the measured curve of its link where
+        there is one, because bandwidth depends on the size; else bytes / bandwidth."""
+        link = self.link(source, target)
+        whole_s = self._measured_s(source, target, size)
+        return size / link.bandwidth_bytes_per_s if whole_s is None else max(0.0, whole_s - link.latency_s)
+
+    def _measured_s(self, source: int, target: int, size: float) -> float | None:
+        measured = self.cluster.measured
+        if measured is None:
+            return None
+        a, b = self.host[source], self.host[target]
+        if a == b:
+            inside = measured.links.get(self.cluster.hosts[a].link)
+            return None if inside is None else message_time_s(inside, size)
+        between = measured.rails.get(self.cluster.rails[self.rail[source]].name)
+        return None if between is None else rail_message_time_s(between, a, b, size)
 
     def _ports(self, source: int, target: int) -> tuple[Port, ...]:
         a, b = self.host[source], self.host[target]
