@@ -19,10 +19,15 @@ def run_processes(function: Callable[..., Any], count: int, *arguments: Any) -> 
     if not _POOLS or not _POOLS[-1].alive:
         _POOLS.append(Pool(3))
         atexit.register(_POOLS[-1].close)
+        _POOLS[-1].run(_make_groups, ranks=3)
     return _POOLS[-1].run(_enter, function, count, arguments, ranks=count)
 
 
+def _make_groups() -> None:
+    """All ranks make all groups, in one order: a rank that missed one would wait for ever at the next."""
+    for count in (1, 2, 3):
+        _GROUPS[count] = dist.new_group(list(range(count)))
+
+
 def _enter(function: Callable[..., Any], count: int, arguments: tuple[Any, ...]) -> Any:
-    if count not in _GROUPS:
-        _GROUPS[count] = dist.new_group(list(range(count)), use_local_synchronization=True)
     return function(_GROUPS[count], dist.get_rank(), *arguments)
