@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.layout import Run, split
+from pipefit.run import comms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def gather_parts(x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardC
         padded[: lengths[context.position]] = moved
         moved = padded
     out = moved.new_empty((longest * context.size, *moved.shape[1:]))
-    gather_even(out, moved.contiguous(), context.group)
+    comms.all_gather(out, moved.contiguous(), context.group).wait()
     if min(lengths) < longest:
         out = torch.cat([out[i * longest : i * longest + length] for i, length in enumerate(lengths)])
     return out.movedim(0, dim).contiguous()
@@ -68,20 +69,8 @@ def scatter_sums(x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardC
             padded[i * longest : i * longest + stop - start] = moved[start:stop]
         moved = padded
     out = moved.new_empty((longest, *moved.shape[1:]))
-    scatter_even(out, moved, context.group)
+    comms.reduce_scatter(out, moved, context.group).wait()
     return out[: lengths[context.position]].movedim(0, dim).contiguous()
-
-
-def gather_even(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
-    """PyTorch's even all-gather, under its name before and after torch 2.13."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(out, x, group=group)
-
-
-def scatter_even(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
-    """PyTorch's even reduce-scatter, under its name before and after torch 2.13."""
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    call(out, x, group=group)
 
 
 def sum_all(x: torch.Tensor, context: ShardContext) -> torch.Tensor:
