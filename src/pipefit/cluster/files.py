@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipefit.cluster import measured_check
 from pipefit.cluster.types import Cluster, DeviceKind, Rail
 from pipefit.codec import dump_text, load_file
 from pipefit.errors import ClusterError
@@ -46,6 +47,9 @@ def problems(cluster: Cluster, where: str = "cluster") -> Iterator[ClusterError]
     yield from _host_problems(cluster, where)
     for index, rail in enumerate(cluster.rails):
         yield from _rail_problems(cluster, rail, f"{where}: rails[{index}] ({rail.name})")
+    if cluster.measured is not None:
+        names = [host.name for host in cluster.hosts]
+        yield from measured_check.problems(cluster.measured, tuple(cluster.kinds), names, f"{where}: measured")
 
 
 def _kind_problems(kind: DeviceKind, where: str) -> Iterator[ClusterError]:

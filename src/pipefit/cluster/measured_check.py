@@ -1,0 +1,101 @@
+"""Whether measured curves can be what they say: lengths agree, places ascend, no time is negative or missing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from pipefit.cluster.measured import LayerCurve, Measured, RailCurve
+from pipefit.errors import ClusterError
+
+ACTIONS = ("F", "I", "W", "B")
+
+
+def problems(measured: Measured, kinds: Sequence[str], hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+    """Every contradiction, in the order of the file. `kinds` and `hosts` are those of the cluster."""
+    for index, layer in enumerate(measured.layers):
+        yield from _layer(layer, kinds, f"{where}.layers[{index}] ({layer.name}, {layer.setting})")
+    for name, link in measured.links.items():
+        yield from _curve(link.sizes_bytes, link.time_s, f"{where}.links.{name}")
+    for name, rail in measured.rails.items():
+        yield from _rail(rail, hosts, f"{where}.rails.{name}")
+    for index, each in enumerate(measured.collectives):
+        place = f"{where}.collectives[{index}] ({each.operation})"
+        yield from _curve(each.sizes_bytes, each.time_s, place)
+        for factor in (each.latency_factor, each.bandwidth_factor):
+            if not (math.isfinite(factor) and factor > 0):
+                yield _impossible(place, factor, "a factor above zero")
+    for kind, overheads in measured.overhead_s.items():
+        for action, time_s in overheads.items():
+            if not (math.isfinite(time_s) and time_s >= 0):
+                yield _impossible(f"{where}.overhead_s.{kind}.{action}", time_s, "seconds, zero or above")
+
+
+def _layer(layer: LayerCurve, kinds: Sequence[str], where: str) -> Iterator[ClusterError]:
+    if layer.kind not in kinds:
+        yield ClusterError(
+            "The curve is of a kind of device that the file does not describe.",
+            where=f"{where}.kind",
+            seen=layer.kind,
+            allowed=", ".join(kinds) or "(no kinds in the file)",
+        )
+    for action in ACTIONS:
+        if action not in layer.actions:
+            yield ClusterError(
+                f"The curve of {action} is missing.",
+                where=f"{where}.actions",
+                seen=", ".join(layer.actions) or "nothing",
+                allowed=", ".join(ACTIONS),
+                next_step="measure the layer again with pipefit profile",
+            )
+            continue
+        curve = layer.actions[action]
+        yield from _curve(curve.tokens, curve.time_s, f"{where}.actions.{action}", zero=True)
+        for value in curve.attention_s:
+            if not (math.isfinite(value) and value >= 0):
+                yield _impossible(f"{where}.actions.{action}.attention_s", value, "seconds, zero or above")
+
+
+def _curve(places: Sequence[float], values: Sequence[float], where: str, zero: bool = False) -> Iterator[ClusterError]:
+    if len(places) != len(values) or not places:
+        yield ClusterError(
+            "The curve has not one time for each of its places.",
+            where=where,
+            seen=f"{len(places)} places, {len(values)} times",
+            allowed="as many of both, at least one",
+        )
+    elif any(b <= a for a, b in itertools.pairwise(places)):
+        yield ClusterError("The places of the curve do not ascend.", where=where, seen=list(places))
+    else:
+        for value in values:
+            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+                yield _impossible(where, value, "seconds, zero or above" if zero else "seconds above zero")
+
+
+def _rail(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+    count = len(hosts)
+    shapes = [(len(matrix), *sorted({len(row) for row in matrix})) for matrix in rail.time_s]
+    if len(rail.time_s) != len(rail.sizes_bytes) or any(shape != (count, count) for shape in shapes):
+        yield ClusterError(
+            "The matrices have a wrong shape.",
+            where=f"{where}.time_s",
+            seen=f"{len(shapes)} matrices for {len(rail.sizes_bytes)} sizes, rows and entries {sorted(set(shapes))}",
+            allowed=f"one matrix for each size, {count} rows of {count} entries",
+        )
+        return
+    for a in range(count):
+        for b in range(count):
+            if a != b:
+                times = [matrix[a][b] for matrix in rail.time_s]
+                yield from _curve(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
+
+
+def _impossible(where: str, seen: float, allowed: str) -> ClusterError:
+    return ClusterError(
+        "This measured figure is impossible.",
+        where=where,
+        seen=seen,
+        allowed=allowed,
+        next_step="measure again with pipefit profile",
+    )

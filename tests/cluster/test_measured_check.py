@@ -1,0 +1,80 @@
+"""Measured curves in a cluster file that cannot be: each is one message that names the entry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipefit.cluster import load, local, parse_spec
+from pipefit.cluster.files import check
+from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve
+from pipefit.cluster.types import Cluster
+from pipefit.codec import dump_text
+from pipefit.errors import ClusterError
+
+CURVE = ActionCurve(tokens=(16.0, 64.0), time_s=(0.0, 2e-3), attention_s=(1e-9,))
+LAYER = LayerCurve(
+    signature="s", name="layers.0 of toy", kind="cpu", dtype="float32", setting="alone", processes=1,
+    actions=dict.fromkeys("FIWB", CURVE), points=(), fit_error=0.0,
+)  # fmt: skip
+LINK = LinkCurve(sizes_bytes=(8, 1024), time_s=(1e-5, 2e-5), spread=(0.0,) * 2, between_pairs=(0.0,) * 2, pairs=2)
+RING = CollectiveCurve(
+    operation="all_reduce", devices=(0, 1), sizes_bytes=(8, 16), time_s=(1.0, 2.0), spread=(0.0, 0.0),
+    latency_factor=2.0, bandwidth_factor=0.5,
+)  # fmt: skip
+RAIL = RailCurve(sizes_bytes=(8, 64), time_s=(((0.0, 1.0), (1.0, 0.0)),) * 2, spread=(((0.0, 0.0), (0.0, 0.0)),) * 2)
+
+
+def cluster(**measured: Any) -> Cluster:
+    return replace(local(2), measured=Measured(**measured))
+
+
+def layer(**changes: Any) -> dict[str, Any]:
+    return {"layers": (replace(LAYER, **changes),)}
+
+
+def action(**changes: Any) -> dict[str, Any]:
+    return layer(actions=dict.fromkeys("FIWB", replace(CURVE, **changes)))
+
+
+def test_good_curves_pass() -> None:
+    check(cluster(layers=(LAYER,), links={"loopback": LINK}, collectives=(RING,), overhead_s={"cpu": {"F": 0.0}}))
+    check(replace(parse_spec("2x1xT4:25Gbit/s"), measured=Measured(rails={"network": RAIL})))
+
+
+@pytest.mark.parametrize(
+    ("measured", "message", "place"),
+    [
+        (layer(kind="gpu"), "of a kind of device that", "layers[0] (layers.0 of toy, alone).kind"),
+        (layer(actions={"F": CURVE}), "The curve of I is missing.", "actions"),
+        (action(time_s=(0.0,)), "not one time for each of its places", "actions.F"),
+        (action(tokens=(), time_s=()), "not one time for each of its places", "actions.F"),
+        (action(tokens=(64.0, 16.0)), "do not ascend", "actions.F"),
+        (action(time_s=(-1e-3, 2e-3)), "This measured figure is impossible.", "actions.F"),
+        (action(time_s=(0.0, float("nan"))), "This measured figure is impossible.", "actions.F"),
+        (action(attention_s=(-1.0,)), "This measured figure is impossible.", "actions.F.attention_s"),
+        ({"links": {"loopback": replace(LINK, time_s=(1e-5, -1.0))}}, "impossible", "links.loopback"),
+        ({"links": {"loopback": replace(LINK, time_s=(1e-5,))}}, "not one time for each", "links.loopback"),
+        ({"collectives": (replace(RING, latency_factor=0.0),)}, "impossible", "collectives[0] (all_reduce)"),
+        ({"collectives": (replace(RING, time_s=(0.0, 1.0)),)}, "impossible", "collectives[0] (all_reduce)"),
+        ({"overhead_s": {"cpu": {"F": -1.0}}}, "impossible", "overhead_s.cpu.F"),
+        ({"rails": {"network": RAIL}}, "The matrices have a wrong shape.", "rails.network.time_s"),
+    ],
+)  # fmt: skip
+def test_curves_that_cannot_be(measured: dict[str, Any], message: str, place: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        check(cluster(**measured), "cluster.json")
+    assert message in str(caught.value)
+    where = str(caught.value).split("where: cluster.json: measured.")[1].splitlines()[0]
+    assert where.endswith(place)
+
+
+def test_a_missing_link_of_a_rail_is_named(tmp_path: Path) -> None:
+    bad = replace(RAIL, time_s=(((0.0, 1.0), (1.0, 0.0)), ((0.0, 0.0), (1.0, 0.0))))
+    path = tmp_path / "cluster.json"
+    path.write_text(dump_text(replace(parse_spec("2x1xT4:25Gbit/s"), measured=Measured(rails={"network": bad}))))
+    with pytest.raises(ClusterError, match=r"host0 -> host1"):
+        load(path)
