@@ -1,0 +1,254 @@
+"""Fitting kernel constants, and what single layer shapes deviate from them, to iteration times of Megatron-like runs.
+
+Seven physical constants say how fast a machine's kernels, links and optimizer are. A layer shape (hidden size, tensor
+parallelism, micro-batch) that occurs in the fitted rows gets two factors besides, on its layer and on its head and
+embedding: they stand for what a measured profile of that shape would say. Shapes that were not seen have no factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.memory import Precision
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import CollectiveTime, LayerCost, Place, Recompute
+from pipefit.cost.types import Array, CostTable
+from pipefit.model.graph import Graph
+from pipefit.validate.collectives import Collectives
+from pipefit.validate.fitting import fit, log_jacobian
+from pipefit.validate.gpt import GPT
+from pipefit.validate.kernels import Gpu, KernelCosts
+from pipefit.validate.megatron import Run, cluster_of, costs_of, time_of
+
+Key = tuple[int, int, int, int, int]
+"""(hidden, TP, micro-batch, PP, DP)."""
+
+LayerShape = tuple[int, int, int]
+"""(hidden, TP, micro-batch)."""
+
+VOCABULARY = 50257
+"""Of GPT-2, not padded: the publication's default. Odd, so that its matrix products are not aligned."""
+
+START: Mapping[str, float] = {
+    "launch_s": 50e-6,
+    "matmul_share": 0.8,
+    "memory_share": 0.75,
+    "unaligned_share": 0.5,
+    "collective_s": 50e-6,
+    "step_s_per_parameter": 20e-12,
+    "stage_bytes_per_s": 20e9,
+}
+"""Where fitting begins, one a constant: kernel launches of eager PyTorch, shares of data-sheet rates, the start of a
+collective, an optimizer step of about 30 bytes a parameter, and the link between stages."""
+
+FITTED = tuple(START)
+MOST = tuple(0.95 if key.endswith("share") else float("inf") for key in FITTED)
+"""No kernel reaches all of a data-sheet rate."""
+
+PULL = 0.3
+"""Of the constants to their start: each is known to about a third beforehand, rows to about a tenth."""
+
+OUTLIER = 0.1
+"""Residuals beyond 10 % count less when the seven constants are fitted: shapes have factors of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One published row."""
+
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    tp: int
+    dp: int
+    pp: int
+    published_s: float
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    @property
+    def shape(self) -> LayerShape:
+        return self.hidden, self.tp, self.micro_batch
+
+    @property
+    def key(self) -> Key:
+        return self.hidden, self.tp, self.micro_batch, self.pp, self.dp
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """What comparable rows have in common: machine, batch and model."""
+        return self.gpus, self.global_batch, self.hidden, self.heads, self.layers, self.sequence
+
+    @property
+    def label(self) -> str:
+        return (
+            f"{self.gpus} GPUs, hidden {self.hidden}, {self.layers} layers, batch {self.global_batch}: "
+            f"TP {self.tp}, DP {self.dp}, PP {self.pp}, micro-batch {self.micro_batch}"
+        )
+
+    def run(self) -> Run:
+        model = GPT(
+            hidden=self.hidden,
+            feedforward=4 * self.hidden,
+            heads=self.heads,
+            layers=self.layers,
+            sequence=self.sequence,
+            vocabulary=VOCABULARY,
+        )
+        return Run(
+            model=model,
+            shards=self.tp,
+            replicas=self.dp,
+            lanes=self.pp,
+            micro_batch=self.micro_batch,
+            microbatches=self.microbatches,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Fitted numbers."""
+
+    constants: tuple[float, ...] = tuple(START.values())
+    "In the order of `FITTED`."
+    body: Mapping[LayerShape, float] = field(default_factory=dict)
+    "Factors of a transformer layer's time."
+    ends: Mapping[LayerShape, float] = field(default_factory=dict)
+    "Factors of the head's and the embedding's time."
+
+    @property
+    def count(self) -> int:
+        """How many numbers were fitted."""
+        return len(self.constants) + len(self.body) + len(self.ends)
+
+    def plain(self) -> Calibration:
+        """The physical constants alone."""
+        return Calibration(constants=self.constants)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jacobians:
+    """d log(time) / d log(number) at the start, for every key's corner rows."""
+
+    constants: Mapping[Sample, Array]
+    factors: Mapping[Sample, Array]
+    "Of the row's own two factors."
+
+
+class Evaluator:
+    """Times of samples under a calibration, through the project's cost table and simulator."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    def times_s(self, samples: Sequence[Sample], calibration: Calibration) -> Array:
+        """Seconds of an iteration of every sample. Rows that differ in the batch alone share a cost table."""
+        values = dict(zip(FITTED, calibration.constants, strict=True))
+        kernels: dict[str, Any] = {key: value for key, value in values.items() if key in Gpu.__dataclass_fields__}
+        speed = values["stage_bytes_per_s"]
+        layers: dict[LayerShape, _Scaled] = {}
+        networks: dict[int, Network] = {}
+        tables: dict[tuple[Key, int], CostTable] = {}
+        times = []
+        for sample in samples:
+            shape, table = sample.shape, (sample.key, sample.layers)
+            if shape not in layers:
+                costs = KernelCosts(replace(Gpu(), **kernels), self.collectives)
+                layers[shape] = _Scaled(costs, calibration.body.get(shape, 1.0), calibration.ends.get(shape, 1.0))
+            run = sample.run()
+            if run.devices not in networks:
+                cluster = cluster_of(run.devices, inside_bytes_per_s=speed, between_bytes_per_s=speed)
+                networks[run.devices] = Network(cluster)
+            if table not in tables:
+                step = values["step_s_per_parameter"]
+                tables[table] = costs_of(run, networks[run.devices], layers[shape], self.collectives, step)
+            times.append(time_of(run, tables[table]).makespan_s)
+        return np.array(times)
+
+
+class _Scaled:
+    """Kernel costs with the factors of one shape: of the layer, known by its attention, and of the two ends."""
+
+    def __init__(self, costs: KernelCosts, body: float, ends: float) -> None:
+        self.costs = costs
+        self.notes: tuple[str, ...] = costs.notes
+        self.body, self.ends = body, ends
+        self._known: dict[int, LayerCost] = {}
+
+    def layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph`, scaled. One object serves one shape, so the graph alone tells questions apart."""
+        if id(graph) not in self._known:
+            cost = self.costs.layer(graph, place, kind, precision, recompute, collective, collective_key)
+            factor = self.body if any(op.kind == "attention" for op in graph.operators) else self.ends
+            self._known[id(graph)] = replace(
+                cost,
+                forward_s=cost.forward_s * factor,
+                input_s=cost.input_s * factor,
+                weight_s=cost.weight_s * factor,
+            )
+        return self._known[id(graph)]
+
+
+def jacobians(corners: Sequence[Sample], evaluator: Evaluator) -> Jacobians:
+    """Of these rows, from predictions alone."""
+    start = tuple(START.values())
+    constants = log_jacobian(lambda v: evaluator.times_s(corners, Calibration(constants=tuple(v))), start)
+    shapes = {sample.shape for sample in corners}
+
+    def scaled(values: Array) -> Array:
+        body, ends = (dict.fromkeys(shapes, float(value)) for value in values)
+        return evaluator.times_s(corners, Calibration(body=body, ends=ends))
+
+    factors = log_jacobian(scaled, (1.0, 1.0))
+    return Jacobians(
+        constants=dict(zip(corners, constants, strict=True)), factors=dict(zip(corners, factors, strict=True))
+    )
+
+
+def calibrate(corners: Sequence[Sample], evaluator: Evaluator, known: Jacobians) -> Calibration:
+    """Constants, then factors, from these rows and no others."""
+    published = [sample.published_s for sample in corners]
+    constants = fit(
+        lambda values: evaluator.times_s(corners, Calibration(constants=tuple(map(float, values)))),
+        published,
+        tuple(START.values()),
+        np.stack([known.constants[sample] for sample in corners]),
+        reach=OUTLIER,
+        most=MOST,
+        pull=PULL,
+    )
+    plain = Calibration(constants=tuple(map(float, constants)))
+    shapes = sorted({sample.shape for sample in corners})
+    matrix = np.zeros((len(corners), 2 * len(shapes)))
+    for row, sample in enumerate(corners):
+        place = 2 * shapes.index(sample.shape)
+        matrix[row, place : place + 2] = known.factors[sample]
+
+    def with_factors(values: Array) -> Calibration:
+        body, ends = (dict(zip(shapes, map(float, values[side::2]), strict=True)) for side in (0, 1))
+        return replace(plain, body=body, ends=ends)
+
+    factors = fit(
+        lambda values: evaluator.times_s(corners, with_factors(values)), published, [1.0] * (2 * len(shapes)), matrix
+    )
+    return with_factors(factors)

@@ -1,0 +1,233 @@
+"""What the operators of a GPT cost on an NVIDIA GPU, kernel by kernel: behind the same interface as the roofline.
+
+A matrix product is cut into tiles that run in waves over the multiprocessors, each tile at the ceiling of its shape,
+with a start-up worth `PROLOGUE` elements of the inner dimension; it takes no less than moving its operands. Other
+kernels move bytes. Fusion is that of Megatron-LM in 2022: bias with GELU, bias with dropout and residual, scale with
+mask and softmax; attention is not fused. A kernel takes no less time than launching it (eager PyTorch).
+Constants are of the vendor's documents or of NVIDIA's matrix-multiplication guide, and frozen; what a data set fits
+are fields of `Gpu`, and it says which.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.memory import COMPUTE_BYTES, Precision
+from pipefit.cost.roofline import BACKWARD, CollectiveTime, LayerCost, Place, Recompute
+from pipefit.model.graph import Graph
+from pipefit.model.ops import kept, saved_bytes
+from pipefit.model.ops.kind import Call
+from pipefit.model.ops.saved import call_of
+from pipefit.validate.collectives import Collectives
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
+"""Rows, columns, and the share of the ceiling that a kernel with such tiles reaches: larger tiles reuse more of what
+they load (NVIDIA, Matrix Multiplication Background User's Guide, section on tile efficiency)."""
+
+SPLITS = (1, 2, 4, 8)
+"""Parts that the inner dimension may be cut into, so that few tiles still fill the multiprocessors."""
+
+PROLOGUE = 128
+"""Elements of the inner dimension that filling and draining a tile's pipeline is worth."""
+
+ALIGNED = 8
+"""Half-precision elements that every dimension must be a multiple of for a matrix product at full rate (same guide)."""
+
+LOSS_FORWARD = (12, 40)
+"""Kernels of Megatron's vocabulary-parallel cross-entropy, and bytes a logit that they move: cast to float32, maximum,
+difference, exponential, sum, quotient, and the masks of the labels."""
+
+LOSS_BACKWARD = (6, 22)
+"""The same for its gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU: its data sheet and what its kernels reach of it."""
+
+    peak_flops_per_s: float = 312e12
+    memory_bytes_per_s: float = 2039e9
+    multiprocessors: int = 108
+    matmul_share: float = 0.9
+    "Of the peak: the ceiling of a matrix product whose tiles fill every wave."
+    memory_share: float = 0.8
+    "Of the memory bandwidth: what kernels that only move bytes reach."
+    kernel_s: float = 2e-6
+    "Start and end of a kernel on the device."
+    launch_s: float = 0.0
+    "Least time from one kernel to the next: how fast eager PyTorch launches them."
+    unaligned_share: float = 1.0
+    "What is left of a matrix product's rate where a dimension is not a multiple of `ALIGNED`."
+    collective_s: float = 0.0
+    "What starting a collective costs beyond its measured time."
+
+
+class Pass(NamedTuple):
+    """Seconds of one operator."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
+class KernelCosts:
+    """Layer costs for `cost_table`; equal questions are answered from memory."""
+
+    def __init__(self, gpu: Gpu, collectives: Collectives, attention_again: bool = False) -> None:
+        """`attention_again`: selective recomputation of arXiv 2205.05198, which makes the scores again in the
+        backward pass and keeps what `recompute="none"` keeps in this project (queries, keys, values, output)."""
+        self.gpu = gpu
+        self.collectives = collectives
+        self.attention_again = attention_again
+        self.notes: tuple[str, ...] = (f"kernels: {gpu}",)
+        self._known: dict[object, LayerCost] = {}
+
+    def layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph`; passing memory is not modelled. `collective_key` is the groups that run a collective at
+        the same time; their size, not `collective`, decides its time here."""
+        devices = len(collective_key[0]) if isinstance(collective_key, tuple) and collective_key else 1
+        key = (id(graph), place, precision, recompute, devices)
+        if key not in self._known:
+            self._known[key] = self._layer(graph, place, precision, recompute, devices)
+        return self._known[key]
+
+    def _layer(self, graph: Graph, place: Place, precision: Precision, recompute: Recompute, devices: int) -> LayerCost:
+        facts = _facts(graph, place, COMPUTE_BYTES[precision], recompute)
+        passes = [self._operator(kind, call, devices) for kind, call in facts.calls]
+        again = sum(passes[index].forward_s for index in facts.again)
+        if self.attention_again and recompute == "none":
+            again = sum(p.forward_s for p, (kind, _) in zip(passes, facts.calls, strict=True) if kind == "attention")
+        return LayerCost(
+            forward_s=sum(p.forward_s for p in passes),
+            input_s=sum(p.input_s for p in passes) + again,
+            weight_s=sum(p.weight_s for p in passes),
+            saved_bytes=facts.saved_bytes,
+            pending_bytes=facts.pending_bytes,
+            forward_peak_bytes=0.0,
+            backward_peak_bytes=0.0,
+        )
+
+    def _operator(self, kind: str, call: Call, devices: int) -> Pass:
+        if kind in BACKWARD:
+            size = float(max(math.prod(call.inputs[0] or ()), math.prod(call.outputs[0])) * call.compute_bytes)
+            both = (self.collectives.seconds(each, devices, size) for each in (kind, BACKWARD[kind]))
+            forward_s, backward_s = (time_s + self.gpu.collective_s for time_s in both)
+            again_s = forward_s if kind == "all_gather" else 0.0  # kept as a shard, gathered again for the weights
+            return Pass(forward_s, backward_s, again_s)
+        if kind == "linear":
+            return self._linear(call)
+        if kind == "attention":
+            return self._attention(call)
+        return self._moving(kind, call)
+
+    def _linear(self, call: Call) -> Pass:
+        x, weight = call.inputs[0], call.inputs[1]
+        assert x is not None and weight is not None
+        rows, (out, inner) = math.prod(x[:-1]), weight
+        bias_s = self._move(rows * out * call.compute_bytes) if call.inputs[2] else 0.0
+        width = call.compute_bytes
+        return Pass(
+            self.matmul_s(rows, out, inner, width),
+            self.matmul_s(rows, inner, out, width),
+            self.matmul_s(out, inner, rows, width) + bias_s,
+        )
+
+    def _attention(self, call: Call) -> Pass:
+        """Not fused: scores and context as batched products; scale, mask and softmax are one kernel, dropout is one."""
+        q, width = call.inputs[0], call.compute_bytes
+        assert q is not None
+        rows, tokens, heads, dim = q
+        count, scores, values = rows * heads, rows * heads * tokens * tokens, rows * tokens * heads * dim
+        product_s = self.matmul_s(tokens, tokens, dim, width, count)
+        context_s = self.matmul_s(tokens, dim, tokens, width, count)
+        softmax_s = self._move(2 * width * scores)
+        dropout_s = self._move((2 * width + 1) * scores)
+        copies_s = self._move(2 * width * values)
+        forward_s = product_s + softmax_s + dropout_s + context_s + 2 * copies_s
+        # Backward: two products each for scores and context; softmax reads its output besides the gradient.
+        backward_s = 2 * (product_s + context_s) + dropout_s + self._move(3 * width * scores) + 4 * copies_s
+        return Pass(forward_s, backward_s, 0.0)
+
+    def _moving(self, kind: str, call: Call) -> Pass:
+        """Kernels that only move bytes."""
+        count = math.prod(call.outputs[0]) * call.compute_bytes
+        if kind == "layer_norm":  # its gradient pass is followed by the sum with the residual's gradient
+            return Pass(self._move(2 * count), self._move(3 * count) + self._move(3 * count), self._move(2 * count))
+        if kind == "gelu":
+            return Pass(self._move(2 * count), self._move(3 * count), 0.0)
+        if kind == "add" and len(call.inputs[1] or ()) > 1:  # fused with bias and dropout: residual, value, mask
+            return Pass(self._move(3 * count + count / 2), self._move(2 * count + count / 2), self._move(count))
+        if kind == "embedding":
+            weight = call.inputs[1]
+            assert weight is not None
+            return Pass(self._move(2 * count), 0.0, self._move(2 * count + 2 * math.prod(weight) * call.compute_bytes))
+        if kind == "cross_entropy":
+            logits = call.inputs[0]
+            assert logits is not None
+            sizes = ((kernels, moved * math.prod(logits)) for kernels, moved in (LOSS_FORWARD, LOSS_BACKWARD))
+            forward_s, input_s = (kernels * self._move(size / kernels) for kernels, size in sizes)
+            return Pass(forward_s, input_s, 0.0)
+        return Pass(0.0, 0.0, 0.0)
+
+    def matmul_s(self, rows: int, columns: int, inner: int, width: int, count: int = 1) -> float:
+        """Seconds of `count` products (rows, inner) x (inner, columns) as one kernel."""
+        gpu = self.gpu
+        aligned = rows % ALIGNED == columns % ALIGNED == inner % ALIGNED == 0
+        rate = gpu.peak_flops_per_s * gpu.matmul_share * (1.0 if aligned else gpu.unaligned_share)
+        waves_s = _tiled_flops(rows, columns, inner, count, gpu.multiprocessors) / rate
+        moved = width * count * (rows * inner + inner * columns + rows * columns)
+        return max(waves_s + gpu.kernel_s, moved / (gpu.memory_bytes_per_s * gpu.memory_share), gpu.launch_s)
+
+    def _move(self, size: float) -> float:
+        gpu = self.gpu
+        return max(size / (gpu.memory_bytes_per_s * gpu.memory_share) + gpu.kernel_s, gpu.launch_s)
+
+
+class _Facts(NamedTuple):
+    """What a layer's cost is made from, whatever the GPU."""
+
+    calls: tuple[tuple[str, Call], ...]
+    again: tuple[int, ...]
+    saved_bytes: int
+    pending_bytes: int
+
+
+_known: dict[object, tuple[Graph, _Facts]] = {}
+
+
+def _facts(graph: Graph, place: Place, width: int, recompute: Recompute) -> _Facts:
+    """Worked out once per graph object and place; the graph is kept, so that its id stays its own."""
+    key = (id(graph), place, width, recompute)
+    if key not in _known:
+        symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
+        calls = tuple((op.kind, call_of(graph, op, symbols, width)) for op in graph.operators)
+        saved = saved_bytes(graph, symbols, width, recompute)
+        again = kept(graph, recompute, width).again
+        _known[key] = (graph, _Facts(calls, again, saved.after_forward, saved.after_input_gradient))
+    return _known[key][1]
+
+
+@lru_cache(maxsize=65536)
+def _tiled_flops(rows: int, columns: int, inner: int, count: int, multiprocessors: int) -> float:
+    """FLOPs that the whole device could have done in the time of the best tiling."""
+    best = math.inf
+    for tall, wide, share in TILES:
+        tiles = math.ceil(rows / tall) * math.ceil(columns / wide) * count
+        for split in SPLITS if count == 1 else (1,):
+            waves = math.ceil(tiles * split / multiprocessors)
+            depth = inner / split + PROLOGUE
+            best = min(best, waves * multiprocessors * 2.0 * tall * wide * depth / share)
+    return best

@@ -1,0 +1,203 @@
+"""A published run of Megatron-LM as the work of this project's cost table: stages, groups, messages, cluster.
+
+Ranks as Megatron numbers them: tensor parallel fastest, then data, then pipeline; eight devices a host. Layers are cut
+evenly; the embedding stands on the first stage, head and loss on the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import LayerCosts
+from pipefit.cost.table import cost_table
+from pipefit.cost.types import CostTable
+from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, Recompute, StageWork
+from pipefit.layout import Axis, Group
+from pipefit.model.graph import Graph, element_count
+from pipefit.schedule import Problem, family, lower, uniform_costs
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.simulate import Timeline, simulate
+from pipefit.validate.collectives import Collectives
+from pipefit.validate.gpt import GPT, embedding_graph, head_graph, layer_graphs
+
+DEVICES_PER_HOST = 8
+WIDTH = 2
+"""Bytes of an activation: half precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run's command line said."""
+
+    model: GPT
+    shards: int
+    "Tensor parallelism."
+    replicas: int
+    lanes: int
+    "Pipeline parallelism."
+    turns: int = 1
+    "Stages a lane: interleaving."
+    micro_batch: int
+    "Rows of one microbatch on one replica."
+    microbatches: int
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+
+    @property
+    def stages(self) -> int:
+        return self.lanes * self.turns
+
+    @property
+    def devices(self) -> int:
+        return self.shards * self.replicas * self.lanes
+
+
+def cluster_of(
+    devices: int, *, inside_bytes_per_s: float, between_bytes_per_s: float, latency_s: float = 5e-6
+) -> Cluster:
+    """Hosts of eight equal devices; every device has its own port to other hosts."""
+    hosts = max(1, -(-devices // DEVICES_PER_HOST))
+    kind = DeviceKind(
+        name="A100-80",
+        memory_bytes=80 * 10**9,
+        peak_flops_per_s={"bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        memory_bandwidth_bytes_per_s=2039e9,
+    )
+    flat = tuple((latency_s,) * hosts for _ in range(hosts))
+    speed = tuple((between_bytes_per_s,) * hosts for _ in range(hosts))
+    rail = Rail(name="rails", latency_s=flat, bandwidth_bytes_per_s=speed, shared_ports=False)
+    each = min(devices, DEVICES_PER_HOST)
+    return Cluster(
+        name="published",
+        kinds={kind.name: kind},
+        links={"nvlink": Link(latency_s=latency_s, bandwidth_bytes_per_s=inside_bytes_per_s)},
+        hosts=tuple(Host(name=f"host{i}", kind=kind.name, devices=each, link="nvlink") for i in range(hosts)),
+        rails=(rail,) if hosts > 1 else (),
+        provenance=Provenance(source="data-sheet", where="as the publication describes its machines"),
+    )
+
+
+@lru_cache(maxsize=256)
+def schedule_of(lanes: int, turns: int, microbatches: int) -> Schedule:
+    """1F1B, interleaved where a lane holds several stages, lowered: with transfers, reductions and the step."""
+    name = "1f1b" if turns == 1 else "interleaved-1f1b"
+    placement = looped(lanes, turns)
+    costs = uniform_costs(placement, forward_s=1.0, input_s=1.0, weight_s=1.0)
+    return lower(family(name)(Problem(placement=placement, microbatches=microbatches)), costs=costs)
+
+
+def work_of(run: Run) -> PipelineWork:
+    """The work of every stage and edge. AssertionError where the layers cannot be cut evenly: readers check that."""
+    body = layer_graphs(run.model, run.shards, run.sequence_parallel)
+    each, rest = divmod(run.model.layers, run.stages)
+    assert not rest, f"{run.model.layers} layers on {run.stages} stages"
+    stages = []
+    for index in range(run.stages):
+        layers: list[tuple[Graph, ...]] = [body] * each
+        if index == 0:
+            layers.insert(0, (embedding_graph(run.model, run.shards),))
+        if index == run.stages - 1:
+            layers.append((head_graph(run.model, run.shards),))
+        stages.append(_stage(run, index, layers))
+    edges = tuple(_edge(run, index) for index in range(run.stages - 1))
+    return PipelineWork(stages=tuple(stages), edges=edges, precision="bfloat16")
+
+
+def costs_of(
+    run: Run,
+    network: Network,
+    layers: LayerCosts,
+    collectives: Collectives,
+    step_s_per_parameter: float | None = None,
+) -> CostTable:
+    """The project's cost table for the run; gradients are reduced in half precision, as Megatron-LM did then.
+    `step_s_per_parameter` replaces the optimizer's traffic over the memory bandwidth."""
+    work = work_of(run)
+    counts = [max(stage.parameters.trainable) for stage in work.stages]
+    reduce_s = [collectives.seconds("all_reduce", run.replicas, count * WIDTH) for count in counts]
+    costs = replace(cost_table(work, network, layers), reduce_s=np.array(reduce_s), overhead_s=0.0)
+    if step_s_per_parameter is None:
+        return costs
+    steps = np.zeros(run.lanes)
+    for stage, count in zip(work.stages, counts, strict=True):
+        steps[stage.lane] += count * step_s_per_parameter
+    return replace(costs, step_s=steps)
+
+
+def time_of(run: Run, costs: CostTable) -> Timeline:
+    """The project's simulator on the run's schedule, gradient reductions and optimizer step included."""
+    return simulate(schedule_of(run.lanes, run.turns, run.microbatches), costs)
+
+
+def with_waiting_sends(costs: CostTable, receives_too: bool = False) -> CostTable:
+    """The table where a lane does nothing else while it sends, and, with `receives_too`, while it receives.
+
+    Megatron-LM waits for every exchange with a neighbour, in which both directions run at the same time: each action
+    is longer by the time of sending what it made. A runtime that sends and receives one after the other pays both.
+    """
+    forward, backward = np.zeros(len(costs.reduce_s)), np.zeros(len(costs.reduce_s))
+    for edge in costs.edges:
+        forward[edge.source] += float(edge.forward_s.max())
+        backward[edge.target] += float(edge.backward_s.max())
+        if receives_too:
+            forward[edge.target] += float(edge.forward_s.max())
+            backward[edge.source] += float(edge.backward_s.max())
+    longer = {"F": forward, "B": backward}
+    actions = {
+        name: replace(table, time_s=table.time_s + longer[name][:, None, None]) if name in longer else table
+        for name, table in costs.actions.items()
+    }
+    none = np.zeros((1, 1))
+    edges = tuple(
+        replace(edge, forward_s=none, backward_s=none, forward_port_s=none, backward_port_s=none)
+        for edge in costs.edges
+    )
+    return replace(costs, actions=actions, edges=edges)
+
+
+def parameter_count(graph: Graph) -> int:
+    """Elements of all parameters of a graph."""
+    key = id(graph)
+    if key not in _counts:
+        _counts[key] = (graph, sum(element_count(p.shape, {}) for p in graph.parameters))
+    return _counts[key][1]
+
+
+_counts: dict[int, tuple[Graph, int]] = {}
+
+
+def _stage(run: Run, index: int, layers: Sequence[tuple[Graph, ...]]) -> StageWork:
+    group = _group(run, index % run.lanes)
+    counts = sum(parameter_count(graphs[0]) for graphs in layers)
+    return StageWork(
+        lane=index % run.lanes,
+        group=group,
+        layers=tuple(layers),
+        rows=(run.micro_batch,) * run.replicas,
+        slices=(run.model.sequence,),
+        recompute=run.recompute,
+        parameters=ParameterCounts(trainable=(counts,) * run.shards, frozen=(0,) * run.shards, whole=(0,) * run.shards),
+        split_state=False,
+    )
+
+
+def _group(run: Run, lane: int) -> Group:
+    size = run.shards * run.replicas
+    axes = (Axis(name="replica", shares=(1,) * run.replicas), Axis(name="shard", shares=(1,) * run.shards))
+    return Group(axes=axes, devices=tuple(range(lane * size, (lane + 1) * size)))
+
+
+def _edge(run: Run, index: int) -> EdgeWork:
+    """Every device sends its part of the activation (the scatter of arXiv 2104.04473, section 4.1)."""
+    ahead, back = _group(run, index % run.lanes).devices, _group(run, (index + 1) % run.lanes).devices
+    size = run.micro_batch * run.model.sequence * run.model.hidden * WIDTH / run.shards
+    forward = tuple((a, b, size) for a, b in zip(ahead, back, strict=True))
+    backward = tuple((b, a, size) for a, b in zip(ahead, back, strict=True))
+    return EdgeWork(source=index, target=index + 1, tensor="", forward=(forward,), backward=(backward,))

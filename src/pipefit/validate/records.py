@@ -1,0 +1,65 @@
+"""What a validation says: rows with published and predicted numbers, what was fitted to which rows, and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published number and its prediction."""
+
+    name: str
+    published: float
+    predicted: float
+    part: str = "predicted"
+    "`predicted` counts towards the targets; anything else is reported apart, and says why."
+
+    @property
+    def delta(self) -> float:
+        """Predicted less published, as a share of the published."""
+        return self.predicted / self.published - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A figure that must not be larger than a limit."""
+
+    what: str
+    reached: float
+    limit: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.reached <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The predictions of one quantity of one data set."""
+
+    set: str
+    quantity: str
+    unit: str
+    source: str
+    split: str
+    "In words: what is fitted to which rows, and which rows are predicted."
+    fitted: Mapping[str, tuple[float, ...]]
+    "Fitted constant -> its value in every part of the split."
+    constants: int
+    "How many numbers one part of the split fits."
+    rows: tuple[Row, ...]
+    summary: Mapping[str, float]
+    targets: tuple[Target, ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def errors(rows: Sequence[Row], part: str = "predicted") -> list[float]:
+    """Absolute relative errors of the rows of one part."""
+    return [abs(row.delta) for row in rows if row.part == part]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,39 @@
+"""The data sets: one file each, found by walking this package.
+
+A module defines `name` (what the user types) and `results() -> tuple[Result, ...]`, which fits and predicts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+
+from pipefit.errors import PipefitError
+from pipefit.validate.records import Result
+
+
+def find_sets() -> Mapping[str, Callable[[], tuple[Result, ...]]]:
+    """Every data set by its name."""
+    found = {}
+    for entry in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        found[module.name] = module.results
+    return found
+
+
+def chosen(names: list[str]) -> Mapping[str, Callable[[], tuple[Result, ...]]]:
+    """The sets of these names, or all where none is given. Raises PipefitError that lists the known ones."""
+    known = find_sets()
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise PipefitError(
+                "There is no data set of this name.",
+                where="--set",
+                seen=repr(name),
+                allowed=", ".join(sorted(known)),
+                next_step=f"did you mean {near[0]!r}?" if near else None,
+            )
+    return {name: known[name] for name in names or sorted(known)}

@@ -1,0 +1,301 @@
+"""GH200: OPT-350M in float32 on 4 to 128 devices, predicted from the released profile of its layers and links.
+
+eth-easl/sailor. Its runtime, DeepSpeed's pipeline engine, sends and receives one after the other and computes nothing
+meanwhile. The profile is the released one; only plans with micro-batch 8 are a fair test of time (see the file).
+Memory: this project's saved-bytes rules on an OPT layer with attention that is not fused, the released sizes for
+embedding and head, 24 bytes a parameter as the publication states, and two constants fitted to five small plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pipefit.codec import load_text
+from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
+from pipefit.errors import FormatError
+from pipefit.simulate import Timeline, simulate
+from pipefit.validate.files import check_positive, shipped
+from pipefit.validate.gpt import GPT, layer_graphs
+from pipefit.validate.megatron import schedule_of, with_waiting_sends
+from pipefit.validate.memory import kept_bytes
+from pipefit.validate.records import Result, Row, Target, errors, mean
+
+name = "gh200"
+FILE = "gh200_opt350m.json"
+MB, WIDTH = 1e6, 4
+FAIR_MICRO_BATCH = 8
+"""The micro-batch whose profile is the one that the plans ran with."""
+
+SMALL_MICRO_BATCH = 2
+"""Plans up to this micro-batch are what memory is fitted on."""
+
+STATE_BYTES = 24
+"""Per parameter, as the publication states: model 4, optimizer 8, gradient 4, communication 4, framework's copy 4."""
+
+OPT_350M = GPT(hidden=1024, feedforward=4096, heads=16, layers=24, sequence=2048, activation="relu")
+DISTRUSTED = {"N4_D4": "its published gradient reduction repeats its iteration time"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One measured plan. `dp` and `tp` are given per stage, and alike."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    num_pipelines_listed: int
+    pp: int
+    dp: tuple[int, ...]
+    tp: tuple[int, ...]
+    layers_per_stage: tuple[int, ...]
+    micro_batch: int
+    global_batch: int
+    measured_iteration_s: float
+    measured_gradient_reduce_s: float
+    measured_peak_memory_bytes: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // (self.dp[0] * self.micro_batch)
+
+    def stages(self) -> list[range]:
+        """The layers of every stage."""
+        stops = np.cumsum((0, *self.layers_per_stage)).tolist()
+        return [range(start, stop) for start, stop in pairwise(stops)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSize:
+    """Released sizes of one layer, for micro-batch 1."""
+
+    params_floats: int
+    act_output_floats: int
+    act_input_floats: int
+    act_mem_floats: int
+    params_bytes: int
+    act_output_bytes: int
+    act_input_bytes: int
+    act_mem_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The file. `profile` is keyed [micro-batch][tp], an entry a layer: forward, backward, update, in seconds."""
+
+    source: str
+    about: str
+    plans: tuple[Plan, ...]
+    profile: Mapping[str, Mapping[str, tuple[tuple[float, float, float], ...]]]
+    layers: Mapping[str, Mapping[str, LayerSize]]
+    links: Mapping[str, Mapping[str, tuple[tuple[float, float, float], float]]]
+
+
+def read(text: str, where: str = FILE) -> Published:
+    """The file's contents. Raises FormatError for what is damaged."""
+    published = load_text(Published, text, where)
+    for plan in published.plans:
+        place = f"{where}: {plan.name}"
+        measured = ("measured_iteration_s", "measured_gradient_reduce_s", "measured_peak_memory_bytes")
+        check_positive({key: getattr(plan, key) for key in ("pp", "micro_batch", "global_batch", *measured)}, place)
+        micro, shards = str(plan.micro_batch), str(plan.tp[0])
+        layers = published.profile.get(micro, {}).get(shards, ())
+        if len(layers) != sum(plan.layers_per_stage) or len(published.layers.get(shards, {})) != len(layers):
+            raise FormatError(
+                "The profile does not have the plan's layers.",
+                where=place,
+                seen=f"{len(layers)} layers for micro-batch {micro}, tp {shards}",
+                allowed=f"{sum(plan.layers_per_stage)}",
+            )
+        if len({len(plan.dp), len(plan.tp), len(plan.layers_per_stage), plan.pp}) > 1 or len({*plan.dp, 0}) != 2:
+            raise FormatError("The stages of the plan contradict each other.", where=place, seen=f"dp {plan.dp}")
+        if plan.global_batch % (plan.dp[0] * plan.micro_batch):
+            raise FormatError("The batch cannot be cut into the plan's micro-batches.", where=place)
+    return published
+
+
+def results() -> tuple[Result, ...]:
+    """Iteration times, and peak memory."""
+    published = read(shipped(FILE))
+    return time_result(published), memory_result(published)
+
+
+def time_result(published: Published) -> Result:
+    """Times of all plans; one constant, the slowdown of gradient reductions, from plans that are not the test."""
+    slowdown = reduction_slowdown(published)
+    rows = []
+    for plan in published.plans:
+        fair = plan.micro_batch == FAIR_MICRO_BATCH
+        part = "predicted" if fair else f"micro-batch {plan.micro_batch}: the profile is of other runs"
+        predicted = timeline(published, plan, slowdown).makespan_s
+        rows.append(Row(name=plan.name, published=plan.measured_iteration_s, predicted=predicted, part=part))
+    off = errors(rows)
+    others = [abs(row.delta) for row in rows if row.part != "predicted"]
+    return Result(
+        set=name,
+        quantity="iteration time",
+        unit="s",
+        source=published.source,
+        split=(
+            "one constant is fitted to the gradient-reduction times of plans with micro-batches below 8; "
+            "the plans with micro-batch 8 are predicted; the others are reported apart"
+        ),
+        fitted={"reduction slowdown": (slowdown,)},
+        constants=1,
+        rows=tuple(rows),
+        summary={
+            "mean error, micro-batch 8": mean(off),
+            "largest error, micro-batch 8": max(off),
+            "mean error, smaller micro-batches (apart)": mean(others),
+        },
+        targets=(Target(what="mean error, micro-batch 8", reached=mean(off), limit=0.03),),
+        notes=("frozen: the released layer profile and link fits",),
+    )
+
+
+def memory_result(published: Published) -> Result:
+    """Peak memory: fitted to the plans with micro-batch 1 and 2, the others predicted."""
+    small = [plan for plan in published.plans if plan.micro_batch <= SMALL_MICRO_BATCH]
+    constant, passing = fit_memory(published, small)
+    rows = [
+        Row(
+            name=plan.name,
+            published=plan.measured_peak_memory_bytes / MB,
+            predicted=peak_bytes(published, plan, constant, passing) / MB,
+            part="fitted" if plan in small else "predicted",
+        )
+        for plan in published.plans
+    ]
+    off = errors(rows)
+    under = max(0.0, -min(row.delta for row in rows if row.part == "predicted"))
+    return Result(
+        set=name,
+        quantity="peak memory",
+        unit="MB",
+        source=published.source,
+        split=f"two constants are fitted to the {len(small)} plans with micro-batch 1 and 2; the others are predicted",
+        fitted={"constant MB": (constant / MB,), "passing memory, layers' scores": (passing,)},
+        constants=2,
+        rows=tuple(rows),
+        summary={"mean error": mean(off), "largest error": max(off), "largest error below": under},
+        targets=(
+            Target(what="mean error", reached=mean(off), limit=0.02),
+            Target(what="largest error below", reached=under, limit=0.04),
+        ),
+        notes=(f"frozen: {STATE_BYTES} bytes a parameter; kept values by this project's rules: validate/memory.py",),
+    )
+
+
+def timeline(published: Published, plan: Plan, slowdown: float = 1.0) -> Timeline:
+    """The plan, simulated from its profile and links."""
+    return simulate(schedule_of(plan.pp, 1, plan.microbatches), cost_table(published, plan, slowdown))
+
+
+def cost_table(published: Published, plan: Plan, slowdown: float) -> CostTable:
+    """The profile as costs of every stage; sends and receives block the lane."""
+    shards = str(plan.tp[0])
+    profile, sizes = published.profile[str(plan.micro_batch)][shards], published.layers[shards]
+    sums = [[sum(profile[layer][column] for layer in stage) for stage in plan.stages()] for column in range(3)]
+    gradients = [float(sum(sizes[str(layer)].params_bytes for layer in stage)) for stage in plan.stages()]
+    held = stage_bytes(published, plan)
+    size = float(sizes["1"].act_output_bytes * plan.micro_batch)
+    transfer_s = plan.tp[0] * size / bandwidth(published, plan.gpus_per_node, plan.tp[0] * size)
+    each, none = np.array([[transfer_s]]), np.zeros((1, 1))
+    edges = tuple(
+        EdgeCost(
+            source=stage,
+            target=stage + 1,
+            forward_s=each,
+            backward_s=each,
+            forward_port_s=each,
+            backward_port_s=each,
+            forward_bytes=none,
+            backward_bytes=none,
+        )
+        for stage in range(plan.pp - 1)
+    )
+    costs = CostTable(
+        actions={"F": _actions(sums[0], held), "B": _actions(sums[1], [-each for each in held])},
+        edges=edges,
+        reduce_s=np.array([slowdown * reduction_s(published, plan, size) for size in gradients]),
+        gather_s=np.zeros(plan.pp),
+        step_s=np.array(sums[2]),
+        static_bytes=np.array([size / WIDTH * STATE_BYTES for size in gradients]),
+    )
+    return with_waiting_sends(costs, receives_too=True)
+
+
+def stage_bytes(published: Published, plan: Plan) -> list[float]:
+    """What every stage keeps of one microbatch on one device."""
+    shards = plan.tp[0]
+    sizes = published.layers[str(shards)]
+    symbols = {"B": plan.micro_batch, "T": OPT_350M.sequence, "S": OPT_350M.sequence // shards}
+    layer = kept_bytes(layer_graphs(OPT_350M, shards, False)[0], symbols, WIDTH, "softmax")
+    ends = {0, sum(plan.layers_per_stage) - 1}
+    return [
+        float(sum(sizes[str(i)].act_mem_bytes * plan.micro_batch if i in ends else layer for i in stage))
+        for stage in plan.stages()
+    ]
+
+
+def reduction_s(published: Published, plan: Plan, size: float) -> float:
+    """A ring over the replicas; the devices of a host reduce their shards at the same time and share its network."""
+    replicas, sharing = plan.dp[0], plan.tp[0]
+    if replicas == 1:
+        return 0.0
+    step = sharing * size / replicas
+    return 2 * (replicas - 1) * step / bandwidth(published, plan.gpus_per_node, step)
+
+
+def reduction_slowdown(published: Published) -> float:
+    """How much longer a published gradient reduction takes than the ring: the geometric mean over the plans below
+    micro-batch 8 that reduce over several replicas and whose record can be trusted."""
+    ratios = []
+    for plan in published.plans:
+        if plan.micro_batch < FAIR_MICRO_BATCH and plan.dp[0] > 1 and plan.name not in DISTRUSTED:
+            ring_s = float(cost_table(published, plan, 1.0).reduce_s.max())
+            ratios.append(math.log(plan.measured_gradient_reduce_s / ring_s))
+    return math.exp(mean(ratios))
+
+
+def bandwidth(published: Published, devices: int, size: float) -> float:
+    """Bytes per second between hosts when `devices` devices of a host send together `size` bytes: the released fit,
+    a parabola in log2 of megabytes, capped; below one megabyte its value there."""
+    (a, b, c), most = published.links["inter"][str(devices)]
+    place = math.log2(max(1.0, size / MB))
+    return min(most, 1e9 * (a * place * place + b * place + c))
+
+
+def fit_memory(published: Published, plans: Sequence[Plan]) -> tuple[float, float]:
+    """(constant bytes, passing memory in units of one layer's scores) that come closest to the plans' peaks, neither
+    of them negative. Passing memory is what a layer's backward pass needs besides what was kept."""
+    from scipy.optimize import nnls
+
+    known = np.array([peak_bytes(published, plan, 0.0, 0.0) for plan in plans])
+    measured = np.array([float(plan.measured_peak_memory_bytes) for plan in plans])
+    matrix = np.stack([np.ones(len(plans)), [score_bytes(plan) for plan in plans]], axis=1)
+    scale = matrix.max(axis=0)
+    found, _ = nnls(matrix / scale, measured - known)
+    constant, passing = found / scale
+    return float(constant), float(passing)
+
+
+def peak_bytes(published: Published, plan: Plan, constant: float, passing: float) -> float:
+    """The fullest lane by the simulator, and the fitted constants."""
+    return float(timeline(published, plan).peak_bytes.max()) + constant + passing * score_bytes(plan)
+
+
+def score_bytes(plan: Plan) -> float:
+    """One layer's attention scores of one microbatch."""
+    return float(WIDTH * plan.micro_batch * OPT_350M.heads // plan.tp[0] * OPT_350M.sequence**2)
+
+
+def _actions(times: Sequence[float], held: Sequence[float]) -> ActionTable:
+    def column(values: Sequence[float]) -> Array:
+        return np.array([[[value]] for value in values], dtype=np.float64)
+
+    return ActionTable(time_s=column(times), held_bytes=column(held), peak_bytes=np.zeros((1, 1, 1)))

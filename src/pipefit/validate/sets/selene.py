@@ -1,0 +1,277 @@
+"""Selene: four GPT models with full recomputation, and with selective recomputation and sequence parallelism.
+
+Korthikanti et al., arXiv 2205.05198. Iteration times are measured; they are predicted with one model left out at a
+time. Memory figures are that paper's formulas; this project's own graphs, saved-bytes rules and simulator reproduce
+them without fitting anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from pipefit.codec import load_text
+from pipefit.cost.memory import static_parts
+from pipefit.cost.network import Network
+from pipefit.cost.types import Array
+from pipefit.errors import FormatError
+from pipefit.model.graph import Graph
+from pipefit.schedule import Problem, family, uniform_costs
+from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from pipefit.simulate import simulate
+from pipefit.validate.collectives import Collectives
+from pipefit.validate.files import check_positive, shipped, shipped_collectives
+from pipefit.validate.fitting import fit, log_jacobian
+from pipefit.validate.gpt import GPT, layer_graphs
+from pipefit.validate.kernels import Gpu, KernelCosts
+from pipefit.validate.megatron import Run, cluster_of, costs_of, time_of, with_waiting_sends
+from pipefit.validate.memory import Scores, kept_bytes, matrix_elements
+from pipefit.validate.records import Result, Row, Target, errors, mean
+
+name = "selene"
+FILE = "selene_a100.json"
+GIB = 2**30
+FULL, SELECTIVE = "full_recompute", "selective_recompute_sequence_parallel"
+
+MEMORY = ("parameters_and_optimizer", "activations_no_recompute", "activations_selective_sequence_parallel")
+
+FITTED = ("matmul_share", "memory_share")
+START = (0.85, 0.8)
+"""Where fitting begins: large matrix products on A100 reach about 85 % of the peak, copies 80 % of the bandwidth."""
+
+MOST = (0.95, 0.95)
+PULL = 0.3
+"""Of the constants to their start: each is known to about a tenth beforehand, rows to about three hundredths."""
+
+MODES: Mapping[str, tuple[bool, Scores, bool]] = {
+    "none": (False, "softmax and dropout", False),
+    "sequence_parallel": (True, "softmax and dropout", False),
+    "selective": (False, "made again", False),
+    "selective_sequence_parallel": (True, "made again", False),
+    "full": (False, "made again", True),
+}
+"""Mode -> (sequence parallelism, what is kept of the scores, whether only the layer's input is kept)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The published machine."""
+
+    name: str
+    peak_flops_fp16: float
+    memory_bandwidth_bytes_per_s: float
+    nvlink_bytes_per_s_each_way: float
+    internode_bytes_per_s_per_gpu: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One published model."""
+
+    model: str
+    hidden: int
+    feedforward: int
+    heads: int
+    layers: int
+    sequence: int
+    tp: int
+    pp: int
+    dp: int
+    global_batch: int
+    micro_batch: int
+    interleaving: int
+    iteration_s: Mapping[str, float]
+    memory_gib: Mapping[str, float]
+    activation_percent_of_baseline: Mapping[str, float]
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def gpt(self) -> GPT:
+        sizes = {field.name: getattr(self, field.name) for field in fields(GPT) if hasattr(self, field.name)}
+        return GPT(**sizes)
+
+    def run(self, mode: str) -> Run:
+        return Run(
+            model=self.gpt(),
+            shards=self.tp,
+            replicas=self.dp,
+            lanes=self.pp,
+            turns=self.interleaving,
+            micro_batch=self.micro_batch,
+            microbatches=self.microbatches,
+            sequence_parallel=mode == SELECTIVE,
+            recompute="full" if mode == FULL else "none",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The file."""
+
+    source: str
+    machine: Machine
+    cases: tuple[Case, ...]
+    note: str
+
+
+def read(text: str, where: str = FILE) -> Published:
+    """The file's contents. Raises FormatError for what is damaged."""
+    published = load_text(Published, text, where)
+    for case in published.cases:
+        place = f"{where}: {case.model}"
+        check_positive({name: getattr(case, name) for name in ("hidden", "heads", "layers", "tp", "pp", "dp")}, place)
+        check_positive({**case.iteration_s, **case.memory_gib, **case.activation_percent_of_baseline}, place)
+        if case.layers % (case.pp * case.interleaving) or case.heads % case.tp:
+            raise FormatError(
+                "The model cannot be cut evenly.",
+                where=place,
+                seen=f"{case.layers} layers, {case.heads} heads, tp {case.tp}, pp {case.pp} x {case.interleaving}",
+            )
+        for part, wanted in (("iteration_s", (FULL, SELECTIVE)), ("memory_gib", MEMORY)):
+            for key in wanted:
+                if key not in getattr(case, part):
+                    raise FormatError("A published number is missing.", where=f"{place}: {part}", allowed=key)
+    return published
+
+
+def results() -> tuple[Result, ...]:
+    """Iteration times with one model left out at a time; memory by formula."""
+    published = read(shipped(FILE))
+    return time_result(published, shipped_collectives()), memory_result(published)
+
+
+def time_result(published: Published, collectives: Collectives) -> Result:
+    """Every model's times, predicted with constants that were fitted to the other models."""
+    points = [(case, mode) for case in published.cases for mode in (FULL, SELECTIVE)]
+    measured = np.array([case.iteration_s[mode] for case, mode in points])
+    gpu = Gpu(
+        peak_flops_per_s=published.machine.peak_flops_fp16,
+        memory_bytes_per_s=published.machine.memory_bandwidth_bytes_per_s,
+    )
+
+    def predict(values: Array, chosen: Sequence[int]) -> Array:
+        reached: dict[str, Any] = dict(zip(FITTED, map(float, values), strict=True))
+        now = replace(gpu, **reached)
+        return np.array([_time_s(*points[index], now, published.machine, collectives) for index in chosen])
+
+    everything = range(len(points))
+    jacobian = log_jacobian(lambda values: predict(values, everything), START)
+    rows: list[Row] = []
+    found: list[Array] = []
+    for case in published.cases:
+        own = [index for index in everything if points[index][0] is case]
+        others = [index for index in everything if index not in own]
+        values = fit(
+            lambda values, others=others: predict(values, others),  # type: ignore[misc]
+            measured[others].tolist(),
+            START,
+            jacobian[others],
+            most=MOST,
+            pull=PULL,
+        )
+        found.append(values)
+        for index, time_s in zip(own, predict(values, own), strict=True):
+            rows.append(
+                Row(name=f"{case.model} {points[index][1]}", published=measured[index], predicted=float(time_s))
+            )
+    off = errors(rows)
+    return Result(
+        set=name,
+        quantity="iteration time",
+        unit="s",
+        source=published.source,
+        split="leave one model out: each model's rows are predicted with constants fitted to the other three models",
+        fitted={key: tuple(float(values[place]) for values in found) for place, key in enumerate(FITTED)},
+        constants=len(FITTED),
+        rows=tuple(rows),
+        summary={"mean error": mean(off), "largest error": max(off)},
+        targets=(
+            Target(what="mean error", reached=mean(off), limit=0.04),
+            Target(what="largest error", reached=max(off), limit=0.09),
+        ),
+        notes=("frozen: data sheet of the machine, all-reduce table of a100_nvlink_all_reduce.csv, tile shares",),
+    )
+
+
+def memory_result(published: Published) -> Result:
+    """Parameters with optimizer, and activations, by this project's graphs and rules."""
+    rows = []
+    for case in published.cases:
+        rows += _memory_rows(case)
+    off = errors(rows)
+    return Result(
+        set=name,
+        quantity="memory by formula",
+        unit="GiB",
+        source=published.source,
+        split="nothing is fitted",
+        fitted={},
+        constants=0,
+        rows=tuple(rows),
+        summary={
+            "largest error": max(off),
+            "largest difference of activation percentages, in points": percent_difference(published),
+        },
+        targets=(Target(what="largest error", reached=max(off), limit=0.001),),
+        notes=("kept values: this project's saved-bytes rules on its own Megatron program; see validate/memory.py",),
+    )
+
+
+def _memory_rows(case: Case) -> list[Row]:
+    parts = static_parts(case.layers / case.pp * matrix_elements(_layer(case, "none")), 0, 1.0, "bfloat16")
+    predicted = {
+        MEMORY[0]: sum(value for part, value in parts.items() if part != "workspace"),
+        MEMORY[1]: peak_bytes(case, "none"),
+        MEMORY[2]: peak_bytes(case, "selective_sequence_parallel"),
+    }
+    return [
+        Row(name=f"{case.model} {key}", published=case.memory_gib[key], predicted=value / GIB)
+        for key, value in predicted.items()
+    ]
+
+
+def peak_bytes(case: Case, mode: str) -> float:
+    """Activations at the peak of the first lane, by the simulator, on the published schedule."""
+    placement = looped(case.pp, case.interleaving)
+    costs = uniform_costs(placement)
+    held = float(layer_bytes(case, mode) * case.layers // len(placement))
+    actions = {key: replace(table, held_bytes=table.held_bytes * held) for key, table in costs.actions.items()}
+    schedule = family("interleaved-1f1b")(Problem(placement=placement, microbatches=case.microbatches))
+    return float(simulate(schedule, replace(costs, actions=actions)).peak_bytes[0])
+
+
+def layer_bytes(case: Case, mode: str) -> int:
+    """What one layer and microbatch keep on one device."""
+    _, scores, full = MODES[mode]
+    symbols = {"B": case.micro_batch, "T": case.sequence, "S": case.sequence // case.tp}
+    return kept_bytes(_layer(case, mode), symbols, 2, scores, full)
+
+
+def percent_difference(published: Published) -> float:
+    """The largest difference, in points, between the published percentages of the baseline and these rules."""
+    return max(
+        abs(100.0 * layer_bytes(case, mode) / layer_bytes(case, "none") - percent)
+        for case in published.cases
+        for mode, percent in case.activation_percent_of_baseline.items()
+    )
+
+
+def _layer(case: Case, mode: str) -> Graph:
+    return layer_graphs(case.gpt(), case.tp, MODES[mode][0])[0]
+
+
+def _time_s(case: Case, mode: str, gpu: Gpu, machine: Machine, collectives: Collectives) -> float:
+    run = case.run(mode)
+    cluster = cluster_of(
+        run.devices,
+        inside_bytes_per_s=machine.nvlink_bytes_per_s_each_way,
+        between_bytes_per_s=machine.internode_bytes_per_s_per_gpu,
+    )
+    layers = KernelCosts(gpu, collectives, attention_again=mode == SELECTIVE)
+    costs = with_waiting_sends(costs_of(run, Network(cluster), layers, collectives))
+    return time_of(run, costs).makespan_s

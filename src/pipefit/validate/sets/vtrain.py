@@ -1,0 +1,225 @@
+"""vTrain: 1,440 iteration times of small GPT models on 2 to 8 A100, by tensor, data and pipeline parallelism.
+
+VIA-Research/vTrain, `data/ground_truth_single.csv`. The numbers are those of a simulator fed with measured kernels,
+not of a stopwatch: see docs/validation.md. Rows with equal (hidden, tensor parallelism, micro-batch) share the same
+layer, so whole keys (micro-batch, hidden, TP, DP, PP) are held out: every quarter of the keys is the fitted one in
+turn, and predicts the other three.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.errors import FormatError
+from pipefit.validate.calibration import FITTED, Calibration, Evaluator, Key, Sample, calibrate, jacobians
+from pipefit.validate.files import read_table, shipped, shipped_collectives
+from pipefit.validate.records import Result, Row, Target, errors, mean
+
+name = "vtrain"
+FILE = "vtrain_a100_single_node.csv"
+COLUMNS = (
+    "gpus",
+    "global_batch",
+    "micro_batch",
+    "hidden",
+    "heads",
+    "layers",
+    "sequence",
+    "tp",
+    "dp",
+    "pp",
+    "iteration_ms",
+)
+SOURCE = "VIA-Research/vTrain, data/ground_truth_single.csv (MIT licence, Copyright its authors)"
+PARTS, SEED = 4, 0
+"""Keys are shuffled with the seed and dealt into parts."""
+
+BEST_OF = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """What choosing by prediction loses to the best of the same group, as a share of the best."""
+
+    first: tuple[float, ...]
+    "The best-predicted row of every group."
+    best_of_five: tuple[float, ...]
+    "The best of the five best-predicted rows of every group."
+
+
+def read(text: str, where: str = FILE) -> tuple[Sample, ...]:
+    """The rows. Raises FormatError for what is damaged or contradicts itself."""
+    samples = []
+    for number, row in enumerate(read_table(text, COLUMNS, where), 1):
+        whole = {key: int(row[key]) for key in COLUMNS[:-1]}
+        place = f"{where}, row {number}"
+        if any(whole[key] != row[key] for key in whole):
+            raise FormatError("Sizes must be whole numbers.", where=place, seen=row)
+        if whole["tp"] * whole["dp"] * whole["pp"] != whole["gpus"]:
+            raise FormatError(
+                "The parallel sizes do not multiply to the number of GPUs.",
+                where=place,
+                seen=f"tp {whole['tp']} x dp {whole['dp']} x pp {whole['pp']}, gpus {whole['gpus']}",
+            )
+        if whole["layers"] % whole["pp"] or whole["global_batch"] % (whole["dp"] * whole["micro_batch"]):
+            raise FormatError("Layers or batch cannot be cut evenly.", where=place, seen=whole)
+        samples.append(Sample(**whole, published_s=row["iteration_ms"] * 1e-3))
+    return tuple(samples)
+
+
+def results() -> tuple[Result, ...]:
+    """Four rotations over the quarters; and, apart, hidden 2048 from hidden 1024."""
+    samples = read(shipped(FILE))
+    evaluator = Evaluator(shipped_collectives())
+    return split_result(samples, evaluator), size_result(samples, evaluator)
+
+
+def deal(samples: Sequence[Sample], seed: int = SEED) -> tuple[frozenset[Key], ...]:
+    """The keys in four parts."""
+    keys = sorted({sample.key for sample in samples})
+    random.Random(seed).shuffle(keys)
+    return tuple(frozenset(keys[part::PARTS]) for part in range(PARTS))
+
+
+def split_result(samples: Sequence[Sample], evaluator: Evaluator, seed: int = SEED) -> Result:
+    """Each quarter fits, the other three are predicted; figures are means over the four turns."""
+    known = jacobians(corners(samples), evaluator)
+    turns: list[tuple[list[Row], list[Row]]] = []
+    found: list[Calibration] = []
+    regrets: list[Regret] = []
+    plain_regrets: list[Regret] = []
+    for number, part in enumerate(deal(samples, seed), 1):
+        own = [sample for sample in samples if sample.key in part]
+        held = [sample for sample in samples if sample.key not in part]
+        calibration = calibrate(corners(own), evaluator, known)
+        found.append(calibration)
+        turns.append((_rows(held, evaluator, calibration, number), _rows(held, evaluator, calibration.plain(), number)))
+        regrets.append(regret(held, turns[-1][0]))
+        plain_regrets.append(regret(held, turns[-1][1]))
+    rows = [row for turn, _ in turns for row in turn]
+    mean_errors = [mean(errors(turn)) for turn, _ in turns]
+    firsts, fives = [mean(each.first) for each in regrets], [mean(each.best_of_five) for each in regrets]
+    plain = [mean(errors(turn)) for _, turn in turns]
+    return Result(
+        set=name,
+        quantity="iteration time",
+        unit="s",
+        source=SOURCE,
+        split=(
+            f"the {len({s.key for s in samples})} keys (micro-batch, hidden, TP, DP, PP) are shuffled with seed {seed} "
+            "and dealt into quarters; each quarter in turn is fitted, the other three are predicted"
+        ),
+        fitted={key: tuple(each.constants[place] for each in found) for place, key in enumerate(FITTED)},
+        constants=max(each.count for each in found),
+        rows=tuple(rows),
+        summary={
+            "mean error": mean(mean_errors),
+            "mean error, worst quarter": max(mean_errors),
+            "largest error": max(errors(rows)),
+            "mean error of the physical constants alone": mean(plain),
+            "regret of the best-predicted, mean": mean(firsts),
+            "regret of the best-predicted, worst quarter": max(firsts),
+            "regret of the best of five, mean": mean(fives),
+            "regret of the physical constants alone, mean": mean([mean(each.first) for each in plain_regrets]),
+            "regret of the physical constants alone, best of five": mean(
+                [mean(each.best_of_five) for each in plain_regrets]
+            ),
+            "groups of comparable rows": float(min(len(each.first) for each in regrets)),
+            "median distance of a key's rows from a plane": distance_from_a_plane(samples),
+        },
+        targets=(
+            Target(what="mean error, worst quarter", reached=max(mean_errors), limit=0.07),
+            Target(what="regret of the best-predicted, worst quarter", reached=max(firsts), limit=0.03),
+            Target(what="regret of the best of five, worst quarter", reached=max(fives), limit=0.005),
+        ),
+        notes=(
+            f"fitted: {len(FITTED)} physical constants, and for every (hidden, TP, micro-batch) of the fitted keys a "
+            "factor of its layer and one of its head",
+            "frozen: data sheet of A100, all-reduce table of a100_nvlink_all_reduce.csv, tile shares",
+        ),
+    )
+
+
+def size_result(samples: Sequence[Sample], evaluator: Evaluator) -> Result:
+    """Everything of hidden 1024 fits, hidden 2048 is predicted: another model size, with physical constants alone."""
+    small = [sample for sample in samples if sample.hidden == 1024]
+    large = [sample for sample in samples if sample.hidden == 2048]
+    calibration = calibrate(corners(small), evaluator, jacobians(corners(small), evaluator)).plain()
+    rows = _rows(large, evaluator, calibration, 1)
+    off, lost = errors(rows), regret(large, rows)
+    return Result(
+        set=name,
+        quantity="iteration time, hidden 1024 to 2048",
+        unit="s",
+        source=SOURCE,
+        split="fitted to all rows of hidden 1024, all rows of hidden 2048 predicted",
+        fitted={key: (calibration.constants[place],) for place, key in enumerate(FITTED)},
+        constants=len(FITTED),
+        rows=tuple(rows),
+        summary={
+            "mean error": mean(off),
+            "largest error": max(off),
+            "regret of the best-predicted, mean": mean(lost.first),
+            "regret of the best of five, mean": mean(lost.best_of_five),
+        },
+        targets=(),
+        notes=("reported, without a target",),
+    )
+
+
+def corners(samples: Sequence[Sample]) -> list[Sample]:
+    """Of every key, the rows with the fewest and the most layers and micro-batches: fitting needs no more."""
+    by_key: dict[Key, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_key[sample.key].append(sample)
+    chosen = []
+    for key in sorted(by_key):
+        layers = {f(sample.layers for sample in by_key[key]) for f in (min, max)}
+        counts = {f(sample.microbatches for sample in by_key[key]) for f in (min, max)}
+        chosen += [s for s in by_key[key] if s.layers in layers and s.microbatches in counts]
+    return chosen
+
+
+def distance_from_a_plane(samples: Sequence[Sample]) -> float:
+    """How far rows of one key are from a + b layers + c micro-batches + d layers x micro-batches: the largest relative
+    residual of a key, and of these the median. Times taken with a stopwatch are not as even as that."""
+    by_key: dict[Key, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_key[sample.key].append(sample)
+    largest = []
+    for rows in by_key.values():
+        layers, counts = (np.array([getattr(row, name) for row in rows]) for name in ("layers", "microbatches"))
+        matrix = np.stack([np.ones(len(rows)), layers, counts, layers * counts], axis=1)
+        published = np.array([row.published_s for row in rows])
+        if len(rows) > np.linalg.matrix_rank(matrix):
+            found, *_ = np.linalg.lstsq(matrix, published, rcond=None)
+            largest.append(float(np.abs(matrix @ found / published - 1.0).max()))
+    return float(np.median(largest))
+
+
+def regret(samples: Sequence[Sample], rows: Sequence[Row]) -> Regret:
+    """Over groups of rows with equal GPUs, global batch and model, where there is a choice."""
+    groups: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
+    for sample, row in zip(samples, rows, strict=True):
+        groups[sample.group].append((row.predicted, row.published))
+    first, five = [], []
+    for choices in groups.values():
+        if len(choices) > 1:
+            best = min(published for _, published in choices)
+            ordered = sorted(choices)
+            first.append(ordered[0][1] / best - 1.0)
+            five.append(min(published for _, published in ordered[:BEST_OF]) / best - 1.0)
+    return Regret(tuple(first), tuple(five))
+
+
+def _rows(samples: Sequence[Sample], evaluator: Evaluator, calibration: Calibration, turn: int) -> list[Row]:
+    predicted = evaluator.times_s(samples, calibration)
+    return [
+        Row(name=f"turn {turn}: {sample.label}", published=sample.published_s, predicted=float(time_s))
+        for sample, time_s in zip(samples, predicted, strict=True)
+    ]
