@@ -8,6 +8,7 @@ import pytest
 
 from pipefit.cluster import check, device_count, host_of, kind_of, link_between, load, local, open_cluster, parse_spec
 from pipefit.cluster.kinds import SHEETS, data_sheet_kind
+from pipefit.cluster.spec import PROCESS_BYTES
 from pipefit.cluster.topology import SELF, place_in_host, rail_index
 from pipefit.errors import ClusterError, PipefitError
 
@@ -74,7 +75,7 @@ def test_local_shares_this_machine_and_says_that_it_guesses() -> None:
     one, four = local(1), local(4)
     check(four)
     assert device_count(four) == 4
-    assert kind_of(one, 0).memory_bytes // 4 == kind_of(four, 0).memory_bytes
+    assert (kind_of(one, 0).memory_bytes + PROCESS_BYTES) // 4 == kind_of(four, 0).memory_bytes + PROCESS_BYTES
     assert kind_of(one, 0).peak_flops_per_s["float32"] == pytest.approx(
         4 * kind_of(four, 0).peak_flops_per_s["float32"]
     )
@@ -82,6 +83,9 @@ def test_local_shares_this_machine_and_says_that_it_guesses() -> None:
     assert open_cluster("local:4") == four, "a plan names it so, and finds the same again"
     with pytest.raises(ClusterError, match="At least one device"):
         local(0)
+    with pytest.raises(ClusterError, match="too little memory for so many processes") as error:
+        local(100_000)
+    assert "100000 processes" in str(error.value) and "at most" in str(error.value)
 
 
 def test_devices_are_numbered_host_by_host_and_take_the_rails_in_turn() -> None:

@@ -58,7 +58,7 @@ def decisions(draw: st.DrawFn) -> tuple[Job, Decisions]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=decisions(), tied=st.booleans())
 def test_valid_decisions_give_valid_plans(case: tuple[Job, Decisions], tied: bool) -> None:
     job, choice = case
@@ -74,7 +74,7 @@ def test_valid_decisions_give_valid_plans(case: tuple[Job, Decisions], tied: boo
     assert final == pytest.approx([0.0] * len(final), abs=1e-3), "everything that a step holds is freed in it"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=decisions())
 def test_stored_shards_tile_every_parameter_in_each_replica(case: tuple[Job, Decisions]) -> None:
     job, choice = case

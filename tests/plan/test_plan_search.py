@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster, load, parse_spec
 from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.errors import DoesNotFitError, PlanError
-from pipefit.plan.bounds import table_bound_s
+from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
+from pipefit.plan.bounds import facts_of, flights, table_bound_s
 from pipefit.plan.build import Workbench
 from pipefit.plan.make import make_plan
 from pipefit.plan.search import Evaluated, _Candidate, _Search, evaluate, search
 from pipefit.plan.space import space
 from pipefit.plan.types import Job
+from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.problem import Problem
 
 JOB = Job(batch=8, sequence=512)
 
@@ -216,3 +219,24 @@ def test_mixed_devices_load_from_the_example() -> None:
     cluster = load(__file__.rsplit("/tests/", 1)[0] + "/examples/clusters/mixed-kinds.json")
     plan = make_plan(toy_model(3), cluster, JOB)
     assert plan.prediction is not None and max(plan.devices) < 24
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_hold_at_least_what_the_closed_forms_say(name: str) -> None:
+    """Against the family's own orders, for every number of lanes and microbatches that it can do."""
+    compared = 0
+    for lanes in range(1, 9):
+        placement = FAMILIES[name].placement(lanes)
+        for microbatches in range(1, 3 * lanes + 2):
+            try:
+                made = FAMILIES[name](Problem(placement=placement, microbatches=microbatches))
+            except ScheduleError:
+                continue
+            compared += 1
+            least = flights(name, placement, microbatches)
+            for lane, actions in enumerate(made.lanes):
+                held = list(accumulate((a.kind == "F") - (a.kind in ("B", "I")) for a in actions))
+                assert max(held) >= least[lane], (lanes, microbatches, lane)
+                if facts_of(name).fused:
+                    assert {a.kind for a in actions} == {"F", "B"}
+    assert compared > 20

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
-from pipefit.units import format_bandwidth, parse_bandwidth
+from pipefit.units import format_bandwidth, format_bytes, parse_bandwidth
 
 _SPEC = re.compile(r"^(?:(?P<hosts>\d+)x)?(?P<devices>\d+)x(?P<kind>[A-Za-z][\w-]*|\d{4})(?::(?P<rail>.+))?$")
 _RAIL_LATENCY_S = 10e-6
@@ -21,6 +21,9 @@ _LOCAL_BANDWIDTH = 1e9
 _FLOPS_PER_CYCLE = {"float64": 16.0, "float32": 32.0, "bfloat16": 32.0}
 """Per core: two 256-bit multiply-adds a cycle. bfloat16 is taken as float32: few CPUs are faster at it."""
 _DEFAULT_HZ = 2.5e9
+
+PROCESS_BYTES = 384 * 2**20
+"""Assumed: what the interpreter and its libraries take in each process on a CPU before anything is computed."""
 
 
 def looks_like_spec(text: str) -> bool:
@@ -87,9 +90,17 @@ def local(devices: int) -> Cluster:
         raise ClusterError("At least one device is needed.", where="--local", seen=devices, allowed="1 or more")
     cores, hertz, memory = _cores(), _frequency_hz(), _memory_bytes()
     share = cores / devices
+    each = memory // devices - PROCESS_BYTES
+    if each <= 0:
+        raise ClusterError(
+            "This machine has too little memory for so many processes.",
+            where="--local",
+            seen=f"{devices} processes, {format_bytes(memory)}",
+            allowed=f"at most {memory // (PROCESS_BYTES + 1)}: each needs {format_bytes(PROCESS_BYTES)} for itself",
+        )
     kind = DeviceKind(
         name="cpu",
-        memory_bytes=int(memory / devices),
+        memory_bytes=each,
         peak_flops_per_s={dtype: per_cycle * hertz * share for dtype, per_cycle in _FLOPS_PER_CYCLE.items()},
         memory_bandwidth_bytes_per_s=20e9 / devices,
         efficiency=0.5,
@@ -97,7 +108,7 @@ def local(devices: int) -> Cluster:
         provenance=Provenance(
             source="assumed",
             where=f"{cores} cores at {hertz / 1e9:.2f} GHz shared by {devices} processes; peak from two 256-bit "
-            "multiply-adds a cycle; 20 GB/s of memory bandwidth assumed",
+            f"multiply-adds a cycle; assumed: 20 GB/s of memory bandwidth, {format_bytes(PROCESS_BYTES)} a process",
         ),
     )
     return Cluster(

@@ -2,8 +2,9 @@
 
 For a chain of stages where stage j takes f_j forward and b_j backward per microbatch, m microbatches, in any order:
 
-- stage s cannot start before the stages before it have done one forward, has m (f_s + b_s) to do, and after the last
-  of it, if its last action is a fused backward, the stages before it each still have one backward to do;
+- a lane cannot start before the stages before its first stage have done one forward, has m (f + b) of all its stages
+  to do, and after the last of it, if its last action is a fused backward, the stages before its first stage each
+  still have one backward to do;
 - where every backward is fused, the microbatch whose forward at s comes last cannot be finished before
   total + (m - 1) f_s, nor all backwards at s before total + (m - 1) b_s, where total is one microbatch's way through
   all stages and back;
@@ -12,32 +13,49 @@ For a chain of stages where stage j takes f_j forward and b_j backward per micro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from pipefit.cost.types import Array, CostTable
+from pipefit.schedule.actions import Schedule
+
+InFlight = Callable[[int, int, int, int], int]
+"""(lane, lanes, stages per lane, microbatches) -> least number of stage-microbatches that the lane holds at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is certain of a schedule family on a chain with one stage per lane."""
+    """What is certain of a schedule family on its own placement."""
 
-    fused: bool
+    in_flight: InFlight
+    fused: bool = False
     "Whether every backward is a B, so that a lane's last action is one."
-    in_flight: str
-    "`all` microbatches, those up to the `end` of the chain, or at least `one`."
 
 
 FACTS: Mapping[str, Facts] = {
-    "gpipe": Facts(fused=True, in_flight="all"),
-    "1f1b": Facts(fused=True, in_flight="end"),
+    "gpipe": Facts(lambda lane, lanes, turns, m: m * turns, fused=True),
+    "1f1b": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane), fused=True),
+    "interleaved-1f1b": Facts(
+        lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + 2 * (lanes - 1 - lane) + 1),
+        fused=True,
+    ),
+    "1f1b-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3)),
+    "zb-h1": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
+    "zb-h2": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - lane) - 1)),
+    "zb-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "v-zb": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "v-half": Facts(lambda lane, lanes, turns, m: min(m + 1, lanes)),
+    "v-min": Facts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
+    "dualpipe-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
 }
-"""Families that are not listed are bounded by what holds for any order."""
+"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023 and 2024, arXiv 2401.10241 and 2405.15362. A test
+compares each with what the family's own orders hold. Families that are not listed are bounded by what holds for any
+order."""
 
-_ANY = Facts(fused=False, in_flight="one")
+_ANY = Facts(lambda lane, lanes, turns, m: 1)
 
 
 def facts_of(schedule: str) -> Facts:
@@ -45,50 +63,53 @@ def facts_of(schedule: str) -> Facts:
     return FACTS.get(schedule, _ANY)
 
 
-def in_flight(schedule: str, stage: int, stages: int, microbatches: int) -> int:
-    """The least number of microbatches whose activations a stage of a chain holds at once.
-
-    GPipe holds all of them, 1F1B as many as there are stages to the end (Narayanan et al. 2021, arXiv 2104.04473);
-    of any other order only one is certain.
-    """
+def flights(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
+    """The least number of stage-microbatches whose activations each lane holds at once."""
+    lanes = max(placement) + 1
     rule = facts_of(schedule).in_flight
-    return {"all": microbatches, "end": min(microbatches, stages - stage), "one": 1}[rule]
+    return tuple(rule(lane, lanes, placement.count(lane), microbatches) for lane in range(lanes))
 
 
-def chain_bound_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int, fused: bool) -> float:
-    """The least time of a chain's compute, whatever the order. One entry a stage."""
-    both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+def chain_bound_s(
+    forward_s: Sequence[float], backward_s: Sequence[float], placement: Sequence[int], microbatches: int, fused: bool
+) -> float:
+    """The least time of a chain's compute, whatever the order. One entry a stage; `placement` gives its lane."""
+    loads = [0.0] * (max(placement) + 1)
+    first = [len(placement)] * len(loads)
+    for stage, lane in enumerate(placement):
+        loads[lane] += forward_s[stage] + backward_s[stage]
+        first[lane] = min(first[lane], stage)
     heads = [0.0, *accumulate(forward_s)]
-    tails = [0.0, *accumulate(backward_s)] if fused else [0.0] * (len(both) + 1)
-    total, more = sum(both), microbatches - 1
-    loaded = max(head + microbatches * work + tail for head, work, tail in zip(heads, both, tails, strict=False))
+    tails = [0.0, *accumulate(backward_s)] if fused else [0.0] * len(heads)
+    loaded = max(heads[s] + microbatches * load + tails[s] for s, load in zip(first, loads, strict=True))
     if not fused:
         return loaded
+    total, more = heads[-1] + tails[-1], microbatches - 1
     return max(loaded, total + more * max(forward_s), total + more * max(backward_s))
 
 
 def any_cut_bound_s(
-    forward_s: float, backward_s: float, largest_layer_s: float, lanes: int, microbatches: int, fused: bool
+    forward_s: float, backward_s: float, largest_layer_s: float, lanes: int, stages: int, microbatches: int, fused: bool
 ) -> float:
     """The least time of any cut of layers that take `forward_s` and `backward_s` per microbatch, over `lanes` lanes.
 
-    With `fused` (a chain of fused stages, one a lane) two more things hold for every cut, W being the sum:
-    the largest of prefix + m w over the stages is least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes);
-    and the slowest stage has at least its equal part of the forwards, and of the backwards.
+    With `fused` the slowest stage has at least its equal part of the forwards, and of the backwards. With one stage a
+    lane as well, W being the sum, the largest of prefix + m w over the stages is least where all are equal, which
+    gives T = W / (1 - (1 - 1/m)^lanes).
     """
     total_s = forward_s + backward_s
     least = microbatches * max(total_s / lanes, largest_layer_s)
     if not fused:
         return least
-    filled = total_s / (1 - (1 - 1 / microbatches) ** lanes)
-    way = total_s + (microbatches - 1) * max(forward_s, backward_s) / lanes
+    way = total_s + (microbatches - 1) * max(forward_s, backward_s) / stages
+    filled = total_s / (1 - (1 - 1 / microbatches) ** lanes) if stages == lanes else 0.0
     return max(least, filled, way)
 
 
 def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
     """The least simulated time of a lowered schedule of that family under this table, for a chain of stages.
 
-    With several stages on a lane only what any order obeys is used.
+    With slices only what any order obeys is used.
     """
     stages = len(placement)
     slices = max(table.time_s.shape[2] for table in costs.actions.values())
@@ -97,24 +118,34 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
     parted = _per_stage(costs, "I", stages, slices) + _per_stage(costs, "W", stages, slices)
     facts = facts_of(schedule)
     backward = fused if facts.fused else np.minimum(fused, parted)
-    after = max(
-        float(costs.step_s[lane]) + sum(float(costs.gather_s[s]) for s in range(stages) if placement[s] == lane)
-        for lane in range(max(placement) + 1)
-    )
-    if slices > 1 or len(set(placement)) < stages:
-        work = np.bincount(np.asarray(placement), weights=forward + backward)
-        return float(microbatches * work.max()) + after
-    ahead, back = _transfers(costs, stages)
+    lanes = np.asarray(placement)
+    after = float(np.max(costs.step_s + np.bincount(lanes, weights=costs.gather_s)))
+    loads = np.bincount(lanes, weights=forward + backward)
+    if slices > 1:
+        return float(microbatches * loads.max()) + after
+    ahead, back = _transfers(costs, placement)
     heads = np.concatenate(([0.0], np.cumsum(forward[:-1] + ahead)))
     tails = np.concatenate(([0.0], np.cumsum(backward[:-1] + back))) if facts.fused else np.zeros(stages)
-    loaded = heads + microbatches * (forward + backward)
-    way = float(forward.sum() + backward.sum() + ahead.sum() + back.sum()) if facts.fused else 0.0
-    more = microbatches - 1
-    return after + max(
-        float((loaded + np.maximum(tails, costs.reduce_s)).max()),
-        way + more * float(forward.max()) if facts.fused else 0.0,
-        way + more * float(backward.max()) if facts.fused else 0.0,
-    )
+    first = np.array([placement.index(lane) for lane in range(len(loads))])
+    reduced = heads + microbatches * (forward + backward) + costs.reduce_s
+    bound = max(float((heads[first] + microbatches * loads + tails[first]).max()), float(reduced.max()))
+    if facts.fused:
+        way = float(forward.sum() + backward.sum() + ahead.sum() + back.sum())
+        bound = max(bound, way + (microbatches - 1) * max(float(forward.max()), float(backward.max())))
+    return bound + after
+
+
+def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
+    """The least memory of every lane under this very order of its actions: what it holds, without buffers and what
+    passes. Needs no times."""
+    floors = []
+    for lane, actions in enumerate(schedule.lanes):
+        held = peak = 0.0
+        for kind, stage, microbatch, slice_, _, _ in actions:
+            held += costs.actions[kind].cost(stage, microbatch, slice_).held_bytes
+            peak = max(peak, held)
+        floors.append(float(costs.static_bytes[lane]) + peak)
+    return floors
 
 
 def _per_stage(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
@@ -125,11 +156,12 @@ def _per_stage(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
     return per_stage
 
 
-def _transfers(costs: CostTable, stages: int) -> tuple[Array, Array]:
-    """Least seconds from each stage to the next, and back."""
+def _transfers(costs: CostTable, placement: Sequence[int]) -> tuple[Array, Array]:
+    """Least seconds from each stage to the next, and back; nothing where both are on one lane."""
+    stages = len(placement)
     ahead, back = np.zeros(stages - 1), np.zeros(stages - 1)
     for edge in costs.edges:
-        if edge.target == edge.source + 1 and not edge.tensor:
+        if edge.target == edge.source + 1 and not edge.tensor and placement[edge.source] != placement[edge.target]:
             ahead[edge.source] = float(edge.forward_s.min())
             back[edge.source] = float(edge.backward_s.min())
     return ahead, back

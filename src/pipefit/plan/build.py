@@ -20,7 +20,7 @@ from pipefit.errors import PlanError
 from pipefit.model.graph import Model, Module
 from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, check_decisions
-from pipefit.plan.order import make_schedule, order_of
+from pipefit.plan.order import computed_schedule, lower_for, order_of
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
 from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
@@ -101,7 +101,12 @@ class Workbench:
 
     def schedule(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Schedule:
         """The order of the decided family for these parts, its transfers put in by the times of `costs`."""
-        return make_schedule(decisions.schedule, parts, self.parameters(parts, decisions), costs)
+        return self.lowered(parts, decisions, computed_schedule(decisions.schedule, parts, costs), costs)
+
+    def lowered(self, parts: Parts, decisions: Decisions, computed: Schedule, costs: CostTable | None) -> Schedule:
+        """A computed order with its transfers, reductions and gathers put in."""
+        parameters = self.parameters(parts, decisions)
+        return lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs)
 
     def plan(self, parts: Parts, decisions: Decisions, schedule: Schedule) -> Plan:
         """The plan of these parts with this lowered order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,7 @@ from pipefit.cost.table import layer_costs, state_share
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.layout import Group, split
-from pipefit.plan.bounds import in_flight
+from pipefit.plan.bounds import flights
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.partition import partition
 from pipefit.plan.sharded import Programs
@@ -52,8 +53,19 @@ class Cut:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     floor_bytes: tuple[float, ...]
-    "Least memory of each stage, workspace included."
+    "Least memory of each lane, workspace included."
     limit_bytes: tuple[float, ...]
+    "Of each lane."
+
+    @property
+    def fullest(self) -> int:
+        """The lane that has least left, or lacks most."""
+        return max(range(len(self.floor_bytes)), key=lambda lane: self.floor_bytes[lane] - self.limit_bytes[lane])
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may fit: False is certain."""
+        return self.floor_bytes[self.fullest] <= self.limit_bytes[self.fullest]
 
 
 class Cutter:
@@ -75,26 +87,31 @@ class Cutter:
         None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
         does not fit.
         """
-        rows, flights = self.rows(job, decisions), _flights(decisions)
-        key = (tuple(map(id, rows)), flights, decisions.cuts)
+        rows = self.rows(job, decisions)
+        held = _held(decisions)
+        key = (tuple(map(id, rows)), held, decisions.lane_of_stage, decisions.cuts)
         if key not in self._cuts:
-            self._cuts[key] = _best_cut(rows, flights, decisions.cuts)
+            self._cuts[key] = _best_cut(rows, held, decisions.lane_of_stage, decisions.cuts)
         return self._cuts[key]
 
     def leanest(self, job: Job, decisions: Decisions) -> Cut:
         """The cut whose fullest stage needs least memory, whether it fits or not."""
-        rows, flights = self.rows(job, decisions), _flights(decisions)
+        rows, placement = self.rows(job, decisions), decisions.lane_of_stage
+        held = _held(decisions)
         layers = len(rows[0].forward_s)
         bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
         if not decisions.cuts:
-            bounds = partition(np.stack([np.diff(row.filled(f)) for row, f in zip(rows, flights, strict=True)]))
+            each = _stage_flights(held, placement)
+            bounds = partition(np.stack([np.diff(row.filled(f)) for row, f in zip(rows, each, strict=True)]))
         assert bounds is not None, "without limits some cut always exists"
-        return _cut_at(bounds, rows, flights)
+        return _cut_at(bounds, rows, held, placement)
 
     def least_bytes(self, job: Job, decisions: Decisions) -> float:
         """Less than the fullest stage of any cut needs: an equal part of all memory. For ranking without cutting."""
-        rows, flights = self.rows(job, decisions), _flights(decisions)
-        return min(float(row.filled(min(flights))[-1]) for row in rows) / len(rows)
+        rows = self.rows(job, decisions)
+        held = _held(decisions)
+        least = min(_stage_flights(held, decisions.lane_of_stage))
+        return min(float(row.filled(least)[-1]) for row in rows) / len(rows)
 
     def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
@@ -115,7 +132,7 @@ class Cutter:
 
     def _row(self, job: Job, decisions: Decisions, stage: int, group: Group | None) -> LayerRow:
         """The row of one stage; without a group, of any devices: all are alike and nothing crosses between them."""
-        rows = _rows(job, decisions)
+        rows = _rows(job.batch // decisions.microbatches, decisions.replicas)
         devices: object = None
         if group is not None and len(decisions.shards) > 1:
             devices = group.devices
@@ -141,7 +158,7 @@ class Cutter:
             lane=0,
             group=group,
             layers=tuple(self.programs.program(layer, decisions.sharding, decisions.shards).graphs for layer in layers),
-            rows=_rows(job, decisions),
+            rows=_rows(job.batch // decisions.microbatches, decisions.replicas),
             slices=(job.sequence,),
             recompute=decisions.recompute_of(stage),
             parameters=self.programs.counts(layers, decisions.sharding, decisions.shards),
@@ -178,18 +195,22 @@ class Cutter:
         return result
 
 
-def _rows(job: Job, decisions: Decisions) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _rows(rows: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
     """Rows of one microbatch on each replica."""
-    runs = split(job.batch // decisions.microbatches, decisions.replicas)
-    return tuple(stop - start for start, stop in runs)
+    return tuple(stop - start for start, stop in split(rows, replicas))
 
 
-def _flights(decisions: Decisions) -> tuple[int, ...]:
-    """The least number of microbatches that each stage holds at once."""
-    count = decisions.stage_count
-    if decisions.lanes < count:
-        return (1,) * count
-    return tuple(in_flight(decisions.schedule, stage, count, decisions.microbatches) for stage in range(count))
+def _held(decisions: Decisions) -> tuple[int, ...]:
+    """The least number of stage-microbatches that each lane holds at once; with slices, those of one microbatch."""
+    if decisions.slices:
+        return (1,) * decisions.lanes
+    return flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
+
+
+def _stage_flights(held: Sequence[int], placement: Sequence[int]) -> list[int]:
+    """An equal part of what a lane holds for each of its stages, at least one microbatch."""
+    return [max(1, held[lane] // placement.count(lane)) for lane in placement]
 
 
 def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
@@ -208,33 +229,47 @@ def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
     return bool(reached[-1] == layers)
 
 
-def _best_cut(rows: Sequence[LayerRow], flights: Sequence[int], pinned: tuple[int, ...]) -> Cut | None:
+def _best_cut(
+    rows: Sequence[LayerRow], held: Sequence[int], placement: tuple[int, ...], pinned: tuple[int, ...]
+) -> Cut | None:
     layers, stages = len(rows[0].forward_s), len(rows)
     if pinned or stages == 1:
-        cut = _cut_at((0, *pinned, layers), rows, flights)
-        fits = all(need <= limit for need, limit in zip(cut.floor_bytes, cut.limit_bytes, strict=True))
-        return cut if fits else None
-    if not some_cut_fits(rows, flights):
+        cut = _cut_at((0, *pinned, layers), rows, held, placement)
+        return cut if cut.fits else None
+    turns = [placement.count(lane) for lane in placement]
+    certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
+    if not some_cut_fits(rows, certain):
         return None
     times = np.stack([row.forward_s + row.backward_s for row in rows])
-    memory = np.stack([row.filled(flight)[1:] for row, flight in zip(rows, flights, strict=True)])
-    memory = np.diff(memory, axis=1, prepend=0.0)
     limits = np.array([row.limit_bytes for row in rows])
-    passing = np.array([row.passing_bytes for row in rows])
-    bounds = partition(times, memory, limits - passing) or partition(times, memory, limits)
-    assert bounds is not None, "the memory test found a cut that fits"
-    return _cut_at(bounds, rows, flights)
+    tight = (limits - np.array([row.passing_bytes for row in rows])) / np.array(turns)
+    likely = _memory(rows, _stage_flights(held, placement))
+    found = partition(times, likely, tight)
+    if found is None and max(turns) > 1:
+        found = partition(times, likely, limits / np.array(turns))
+    found = found or partition(times, _memory(rows, certain), limits)
+    assert found is not None, "the memory test found a cut that fits"
+    return _cut_at(found, rows, held, placement)
 
 
-def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], flights: Sequence[int]) -> Cut:
+def _memory(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:
+    """[stage][layer]: bytes with what is in flight."""
+    return np.stack([np.diff(row.filled(flight)) for row, flight in zip(rows, flights, strict=True)])
+
+
+def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[int], placement: Sequence[int]) -> Cut:
     runs = list(pairwise(bounds))
-    filled = [row.filled(flight) for row, flight in zip(rows, flights, strict=True)]
+    static = [0.0] * len(held)
+    saved: list[list[float]] = [[] for _ in held]
+    limits = [float("inf")] * len(held)
+    for row, (start, stop), lane in zip(rows, runs, placement, strict=True):
+        static[lane] += float(row.static_bytes[start:stop].sum())
+        saved[lane].append(float(row.saved_bytes[start:stop].sum()))
+        limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
     return Cut(
         cuts=tuple(bounds[1:-1]),
         forward_s=tuple(float(row.forward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
         backward_s=tuple(float(row.backward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
-        floor_bytes=tuple(
-            float(sums[b] - sums[a]) + WORKSPACE_BYTES for sums, (a, b) in zip(filled, runs, strict=True)
-        ),
-        limit_bytes=tuple(row.limit_bytes + WORKSPACE_BYTES for row in rows),
+        floor_bytes=tuple(static[lane] + count * min(saved[lane]) + WORKSPACE_BYTES for lane, count in enumerate(held)),
+        limit_bytes=tuple(limits),
     )

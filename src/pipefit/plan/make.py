@@ -15,6 +15,7 @@ from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress, search
 from pipefit.plan.types import Job, Plan
+from pipefit.units import format_seconds
 
 
 def make_plan(
@@ -46,9 +47,10 @@ def make_plan(
     plan = predict(plan, model, best.simulation, found.lower_bound_s)
     assert plan.prediction is not None
     binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
-    counted = (
-        f"search: {found.considered} candidates, {found.simulated} simulated, "
-        f"{found.unfit} looked at did not fit; no candidate left has a lower bound below this plan's time"
-    )
+    if found.open_bound_s >= best.step_s:
+        proof = "no candidate left has a lower bound below this plan's time"
+    else:
+        proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
+    counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
     prediction = replace(plan.prediction, binds=binds, assumptions=(*plan.prediction.assumptions, counted))
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))

@@ -15,8 +15,8 @@ from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
 
 
-def make_schedule(family_name: str, parts: Parts, parameters: Sequence[Parameter], costs: CostTable | None) -> Schedule:
-    """The lowered schedule of the named family for these parts. Raises ScheduleError where it cannot be made."""
+def computed_schedule(family_name: str, parts: Parts, costs: CostTable | None) -> Schedule:
+    """The named family's order for these parts: compute actions only. Raises ScheduleError where it has none."""
     problem = Problem(
         placement=parts.placement,
         microbatches=parts.microbatches,
@@ -24,8 +24,7 @@ def make_schedule(family_name: str, parts: Parts, parameters: Sequence[Parameter
         edges=edge_keys(parts.edges),
         costs=costs,
     )
-    computed = family(family_name)(problem)
-    return lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs)
+    return family(family_name)(problem)
 
 
 def lower_for(

@@ -4,6 +4,8 @@ Every candidate waits in a heap under a lower bound of its step time. What comes
 closer: first the compute of a perfectly even cut, then that of its exact cut, then a whole cost table with links and
 reductions, at last the simulation of its lowered lanes. When the top of the heap is a bound above the best simulated
 time, no other plan of the space is faster: the result is optimal in its space, as far as the simulator is right.
+Schedule families with tight bounds (fused backwards) go first; the others follow within a budget, and if that is
+spent, the result says so.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ from typing import Any
 from pipefit.cluster.topology import device_count
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
-from pipefit.plan.bounds import any_cut_bound_s, chain_bound_s, facts_of, table_bound_s
+from pipefit.cost.work import PipelineWork
+from pipefit.errors import ScheduleError
+from pipefit.plan.bounds import any_cut_bound_s, chain_bound_s, facts_of, order_floor_bytes, table_bound_s
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.order import computed_schedule
 from pipefit.plan.predict import Simulation, lane_limits
 from pipefit.plan.space import check_space, space
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
+from pipefit.schedule.actions import Schedule
 from pipefit.simulate import simulate
 
 EVEN, CUT, TABLE, SIMULATED = range(4)
@@ -30,6 +36,13 @@ EVEN, CUT, TABLE, SIMULATED = range(4)
 
 EXTRA_SIMULATIONS = 24
 """Simulations spent, after the best plan is known, on making the list of alternatives exact."""
+
+BUDGET = 400_000
+"""Work spent before the search stops without a proof: actions of the orders made, and DEVICE for each device of a
+cost table. Only large clusters come near it, with schedule families whose bounds are loose."""
+
+DEVICE = 3
+"""What a device of a cost table counts in the budget: its cost beside that of an action."""
 
 MISFITS = 16
 """Candidates that cannot fit whose least memory is worked out exactly."""
@@ -71,7 +84,7 @@ class Evaluated:
         return (float(f"{self.step_s:.9e}"), self.peak_bytes, self.decisions.device_count, self.decisions.stage_count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Misfit:
     """A candidate that cannot fit, by the closed form or by simulation."""
 
@@ -95,6 +108,8 @@ class Found:
     "How many candidates that were looked at did not fit."
     lower_bound_s: float
     "No plan of the space is faster: the least closed-form bound of all, fitting or not."
+    open_bound_s: float
+    "The least bound of what was not looked at to its end; above the best time, unless the budget was spent."
     considered: int
     simulated: int
 
@@ -118,6 +133,7 @@ class _Candidate:
     decisions: Decisions
     level: int = EVEN
     parts: Parts | None = None
+    work: PipelineWork | None = None
     costs: CostTable | None = None
 
 
@@ -134,12 +150,33 @@ class _Search:
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
         "Bound and choice of candidates that no cut makes fit."
+        self.refused: list[ScheduleError] = []
+        "Why schedule families could not make an order for a candidate."
         self.simulated = 0
+        self.spent = 0
 
     def run(self, choices: list[Decisions]) -> Found:
         if len(choices) == 1:
             check_decisions(choices[0], self.job, len(self.bench.module.layers), self.bench.network.devices)
-        candidates = [_Candidate(decisions) for decisions in choices]
+        fused = [_Candidate(choice) for choice in choices if facts_of(choice.schedule).fused]
+        others = [_Candidate(choice) for choice in choices if not facts_of(choice.schedule).fused]
+        bounds = [self.explore(candidates) for candidates in (fused, others) if candidates]
+        if self.refused and not self.fitting and not self.misfits and not self.unfit:
+            raise self.refused[0]
+        misfits = self.misfits + [self._misfit(bound_s, choice) for bound_s, choice in self._telling()]
+        misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
+        return Found(
+            fitting=tuple(self.fitting),
+            misfits=tuple(misfits),
+            unfit=len(self.unfit) + len(self.misfits),
+            lower_bound_s=min(least for least, _ in bounds),
+            open_bound_s=min(left for _, left in bounds),
+            considered=len(choices),
+            simulated=self.simulated,
+        )
+
+    def explore(self, candidates: list[_Candidate]) -> tuple[float, float]:
+        """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left)."""
         heap = [(self.even_bound_s(candidate.decisions), index) for index, candidate in enumerate(candidates)]
         lower_bound_s = min(bound for bound, _ in heap)
         heapq.heapify(heap)
@@ -151,22 +188,15 @@ class _Search:
                 enough = len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s
                 if enough or self.simulated - proven_at >= EXTRA_SIMULATIONS:
                     break
+            if self.fitting and self.spent > BUDGET:
+                break
             heapq.heappop(heap)
             again = self.look_closer(candidates[index], bound_s)
             if again is not None:
                 heapq.heappush(heap, (max(again, bound_s), index))
             if self.progress is not None:
                 self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
-        misfits = self.misfits + [self._misfit(bound_s, choice) for bound_s, choice in self._telling()]
-        misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
-        return Found(
-            fitting=tuple(self.fitting),
-            misfits=tuple(misfits),
-            unfit=len(self.unfit) + len(self.misfits),
-            lower_bound_s=lower_bound_s,
-            considered=len(choices),
-            simulated=self.simulated,
-        )
+        return lower_bound_s, heap[0][0] if heap else float("inf")
 
     def _telling(self) -> Iterator[tuple[float, Decisions]]:
         """The candidates that cannot fit and are worth telling of: of the fastest ones the leanest of each
@@ -186,20 +216,19 @@ class _Search:
         yield from ((bound_s, decisions) for _, bound_s, decisions in list(leanest.values())[:MISFITS])
 
     def _misfit(self, bound_s: float, decisions: Decisions) -> Misfit:
-        cut = self.bench.cutter.leanest(self.job, decisions)
-        stage = max(range(len(cut.floor_bytes)), key=lambda s: cut.floor_bytes[s] - cut.limit_bytes[s])
+        cut = self.bench.cutter.cut(self.job, decisions) or self.bench.cutter.leanest(self.job, decisions)
         return Misfit(
             decisions=replace(decisions, cuts=cut.cuts),
             bound_s=bound_s,
-            peak_bytes=cut.floor_bytes[stage],
-            limit_bytes=cut.limit_bytes[stage],
-            lane=decisions.lane_of_stage[stage],
+            peak_bytes=cut.floor_bytes[cut.fullest],
+            limit_bytes=cut.limit_bytes[cut.fullest],
+            lane=cut.fullest,
         )
 
     def even_bound_s(self, decisions: Decisions) -> float:
         floor = self.bench.cutter.floor_s(self.job, decisions)
-        fused = facts_of(decisions.schedule).fused and is_chain(decisions)
-        return any_cut_bound_s(*floor, decisions.lanes, decisions.microbatches, fused)
+        fused = facts_of(decisions.schedule).fused and not decisions.slices
+        return any_cut_bound_s(*floor, decisions.lanes, decisions.stage_count, decisions.microbatches, fused)
 
     def look_closer(self, candidate: _Candidate, bound_s: float) -> float | None:
         """Raise the candidate by one level and return its new bound, or None when it is done with."""
@@ -214,56 +243,63 @@ class _Search:
     def _cut(self, candidate: _Candidate, bound_s: float) -> float | None:
         decisions = candidate.decisions
         cut = self.bench.cutter.cut(self.job, decisions)
-        chain = is_chain(decisions)
-        if cut is None and chain:
+        if cut is None or not cut.fits:
             self.unfit.append((bound_s, len(self.unfit), decisions))
             return None
-        if cut is None:
-            cut = self.bench.cutter.leanest(self.job, decisions)
         candidate.decisions = replace(decisions, cuts=cut.cuts)
-        if not chain:
+        if decisions.slices:
             return bound_s
         fused = facts_of(decisions.schedule).fused
-        return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, decisions.microbatches, fused))
+        lanes, count = decisions.lane_of_stage, decisions.microbatches
+        return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
 
     def _table(self, candidate: _Candidate) -> float:
+        self.spent += DEVICE * candidate.decisions.device_count
         candidate.parts = self.bench.parts(self.job, candidate.decisions)
-        candidate.costs = self.bench.costs(candidate.parts)
+        candidate.work = pipeline_work(candidate.parts, self.bench.programs)
+        candidate.costs = cost_table(candidate.work, self.bench.network, self.bench.layers)
         return table_bound_s(
             candidate.costs, candidate.parts.placement, candidate.decisions.microbatches, candidate.decisions.schedule
         )
 
     def _simulate(self, candidate: _Candidate, bound_s: float) -> None:
-        assert candidate.parts is not None and candidate.costs is not None
-        found = evaluate(self.bench, candidate.decisions, candidate.parts, candidate.costs)
+        parts, work, costs = candidate.parts, candidate.work, candidate.costs
+        assert parts is not None and work is not None and costs is not None
+        candidate.work = candidate.costs = None
+        try:
+            computed = computed_schedule(candidate.decisions.schedule, parts, costs)
+        except ScheduleError as error:
+            self.refused.append(error)
+            return
+        self.spent += sum(map(len, computed.lanes))
+        limits, floors = lane_limits(work, self.bench.network), order_floor_bytes(computed, costs)
+        fullest = max(range(len(limits)), key=lambda lane: floors[lane] / limits[lane])
+        if floors[fullest] > limits[fullest]:
+            peak, limit = floors[fullest], limits[fullest]
+            self.misfits.append(Misfit(candidate.decisions, bound_s, peak, limit, fullest))
+            return
         self.simulated += 1
-        candidate.costs = None
+        found = simulated(self.bench, candidate.decisions, parts, work, costs, computed)
         if found.simulation.fits:
             self.fitting.append(found)
             self.fitting.sort(key=lambda one: one.rank)
             return
-        self.misfits.append(
-            Misfit(
-                decisions=found.decisions,
-                bound_s=max(bound_s, found.step_s),
-                peak_bytes=found.peak_bytes,
-                limit_bytes=found.limit_bytes,
-                lane=found.worst_lane,
-            )
-        )
+        bound_s = max(bound_s, found.step_s)
+        self.misfits.append(Misfit(found.decisions, bound_s, found.peak_bytes, found.limit_bytes, found.worst_lane))
 
 
-def is_chain(decisions: Decisions) -> bool:
-    """Whether every stage has its own lane and sequences are whole: what the chain bounds are made for."""
-    return decisions.lanes == decisions.stage_count and not decisions.slices
-
-
-def evaluate(bench: Workbench, decisions: Decisions, parts: Parts, costs: CostTable | None = None) -> Evaluated:
-    """Simulate one candidate: its family's order, lowered, under its own costs."""
+def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
+    """Cost and simulate one candidate."""
     work = pipeline_work(parts, bench.programs)
-    costs = costs or cost_table(work, bench.network, bench.layers)
-    schedule = bench.schedule(parts, decisions, costs)
-    timeline = simulate(schedule, costs)
+    costs = cost_table(work, bench.network, bench.layers)
+    return simulated(bench, decisions, parts, work, costs, computed_schedule(decisions.schedule, parts, costs))
+
+
+def simulated(
+    bench: Workbench, decisions: Decisions, parts: Parts, work: PipelineWork, costs: CostTable, computed: Schedule
+) -> Evaluated:
+    """Simulate one candidate: its family's order, lowered, under its own costs."""
+    timeline = simulate(bench.lowered(parts, decisions, computed, costs), costs)
     cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     return Evaluated(
         decisions=replace(decisions, cuts=cuts),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
-from pipefit.layout import IDENTITY, Group, box_size, holding, moves, parse_form, split
+from pipefit.layout import IDENTITY, Axis, Form, Group, box_size, holding, moves, parse_form, split
 from pipefit.model.graph import Layer, size_value
 from pipefit.plan.sharded import Programs
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
@@ -142,14 +144,18 @@ def _shape(layer: Layer, rows: int, tokens: int, programs: Programs) -> tuple[in
     return tuple(size_value(size, symbols) for size in graph.tensor(graph.outputs[0]).shape)
 
 
+@lru_cache(maxsize=4096)
+def _sizes(shape: tuple[int, ...], axes: tuple[Axis, ...], forms: tuple[Form, ...], width: int) -> tuple[float, ...]:
+    """Bytes that each place of a grid holds, in grid order."""
+    grid = Group(axes=axes, devices=tuple(range(prod(axis.size for axis in axes))))
+    return tuple(float(width * box_size(holding(shape, grid, forms, place))) for place in grid.devices)
+
+
 def _messages(shape: tuple[int, ...], source: Group, target: Group, wire: Wire, width: int) -> tuple[Message, ...]:
     sent, received = [tuple(map(parse_form, texts)) for texts in (wire.wire, wire.received)]
     if source.axes == target.axes and sent == received:
         # Equal grids and forms: plain point-to-point between equal places, without comparing all boxes.
-        return tuple(
-            (one, two, float(width * box_size(holding(shape, source, sent, one))))
-            for one, two in zip(source.devices, target.devices, strict=True)
-        )
+        return tuple(zip(source.devices, target.devices, _sizes(shape, source.axes, sent, width), strict=True))
     return tuple(
         (move.source, move.target, float(width * box_size(move.box)))
         for move in moves(shape, source, sent, target, received)
