@@ -123,6 +123,22 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "1 shard to 2": ("llama", _uneven_shards),
     "2 shards to 1": ("llama", _uneven_shards_back),
     "qwen3, tied": ("qwen3", lambda: plan("qwen3", stages=2, microbatches=2, replicas=(1, 1))),
+    "mixtral": (
+        "mixtral",
+        lambda: plans.zero_bubble_like(plan("mixtral", stages=2, microbatches=4, replicas=(1, 1), zero1=True)),
+    ),
+    "mixtral, megatron-sp": (
+        "mixtral", lambda: plan("mixtral", stages=2, microbatches=2, shards=(1, 1), sharding="megatron-sp"),
+    ),
+    "qwen3-moe, tied, megatron": (
+        "qwen3-moe",
+        lambda: plan("qwen3-moe", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="megatron"),
+    ),
+    "mistral, slices": ("mistral", lambda: plan("mistral", stages=2, microbatches=2, slices=(4, 4, 4))),
+    "gpt2, megatron-sp, uneven replicas": (
+        "gpt2",
+        lambda: plan("gpt2", stages=2, microbatches=2, replicas=(2, 1), shards=(1, 1), sharding="megatron-sp"),
+    ),
     "gpt2": ("gpt2", lambda: plan("gpt2", stages=2, microbatches=4, replicas=(1, 1))),
     "gpt2, V placement": (
         "gpt2", lambda: with_order(plan("gpt2", stages=4, placement=(0, 1, 1, 0), microbatches=2, schedule="gpipe"),

@@ -20,7 +20,7 @@ from pipefit.run.initial import initial_value
 from pipefit.run.metrics import Log, Peak, find_peak, format_step, memory_of, step_metrics
 from pipefit.run.norm import clip_factor, counts, sum_of_squares
 from pipefit.run.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
-from pipefit.run.rings import assign_slots, last_uses, ring_sizes
+from pipefit.run.rings import assign_slots, last_uses, posted_early, ring_sizes
 from pipefit.run.transfers import incoming, outgoing
 from pipefit.schedule.actions import parse_lanes
 
@@ -122,15 +122,27 @@ def test_rings_of_any_order_are_as_small_as_can_be(ahead, microbatches, data):
 
 
 def _check_rings(lane):
-    slots, last = assign_slots(lane), last_uses(lane)
-    life = [
-        (index, last[lane[index].stage, lane[index].microbatch, lane[index].slice], slot)
-        for index, slot in slots.items()
-    ]
-    for start, stop, slot in life:
-        assert not [1 for a, b, other in life if other == slot and (a, b) != (start, stop) and a < stop and start < b]
-    overlap = max(sum(a <= at <= b for a, b, _ in life) for at, _, _ in life)
-    assert max(ring_sizes(lane).values()) == overlap
+    last = last_uses(lane)
+    for early in ({}, posted_early(lane)):
+        assert all(lane[host].kind in "FIB" and host < index for index, host in early.items())
+        slots = assign_slots(lane, early)
+        life = [
+            (early.get(index, index - 0.5), last[lane[index].stage, lane[index].microbatch, lane[index].slice], slot)
+            for index, slot in slots.items()
+        ]
+        for start, stop, slot in life:
+            assert not [
+                1 for a, b, other in life if other == slot and (a, b) != (start, stop) and a <= stop and start <= b
+            ]
+        overlap = max(sum(a <= at <= b for a, b, _ in life) for at, _, _ in life)
+        assert max(slots.values()) + 1 == overlap
+        if not early:
+            assert max(ring_sizes(lane).values()) == overlap
+
+
+def test_receives_are_posted_one_message_ahead():
+    (lane,) = parse_lanes(["1RECV_F0 1F0 1SEND_F0 1F9 1RECV_F1 1RECV_B0 1F1 1B0 1F8 1RECV_B1 1B1"])
+    assert posted_early(lane) == {4: 1, 9: 7}, "before the use of the message before it, in its own channel"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -36,6 +36,12 @@ LLAMA: dict[str, Any] = {
 }
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
 WIDE = LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 48}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True, "mlp_only_layers": [0],
+}  # fmt: skip
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 5}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4,
     "initializer_range": 0.2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
@@ -46,6 +52,9 @@ CONFIGS = {
     "qwen3": QWEN3,
     "wide": WIDE,
     "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+    "qwen3-moe": QWEN3_MOE,
+    "mistral": MISTRAL,
     "dropout": GPT2 | {"embd_pdrop": 0.2, "resid_pdrop": 0.3},
 }
 VOCABULARY = 96

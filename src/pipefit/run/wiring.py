@@ -20,7 +20,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import Group
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.comms import Channel, Comms
-from pipefit.run.rings import assign_slots, ring_key, ring_sizes
+from pipefit.run.rings import ring_key, ring_sizes
 from pipefit.run.transfers import Incoming, Outgoing, incoming, outgoing
 from pipefit.schedule.actions import Action
 
@@ -256,11 +256,6 @@ class Wiring:
                             seen=f"{','.join(wire.sent)} to {','.join(wire.received)}",
                             allowed="equal forms: nothing is moved between stages that share their devices",
                         )
-
-
-def slots_of(lane: Sequence[Action]) -> dict[int, int]:
-    """RECV index -> slot, see rings.py; here so that the worker needs one import."""
-    return assign_slots(lane)
 
 
 def _plain_send(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,14 @@ from pipefit.run.feed import Feed
 from pipefit.run.norm import clip_factor, counts, sum_of_squares
 from pipefit.run.optimizer import AdamW, OptimizerConfig, learning_rate
 from pipefit.run.reduce import Reducer
+from pipefit.run.rings import assign_slots, posted_early
 from pipefit.run.stage import StageProgram
-from pipefit.run.wiring import Cell, Operation, Wiring, slots_of
+from pipefit.run.wiring import Cell, Operation, Wiring
 from pipefit.schedule.actions import Action
 from pipefit.simulate.timeline import Span
+
+if TYPE_CHECKING:
+    from pipefit.run.evaluation import Evaluation
 
 Feeds = Sequence[Sequence[Feed]]
 """feeds[microbatch][slice] of this rank."""
@@ -106,10 +110,10 @@ class Worker:
         self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._lr, self._count = 0.0, 0
         self._counted = [counts(bucket, self.group, device) for bucket in buckets]
-        self._first_shard = self.group.position(device, "shard") == 0
+        self.first_shard = self.group.position(device, "shard") == 0
         self._shape_of = shape_of
         self._operations = self._compile(self.actions)
-        self._evaluation: _Evaluation | None = None
+        self._evaluation: Evaluation | None = None
 
     def step(self, feeds: Feeds, step: int, divisor: int) -> StepResult:
         """One training step. `feeds` as the step plan gives them to this rank; `divisor` the labels of the step."""
@@ -132,8 +136,10 @@ class Worker:
 
     def evaluate(self, feeds: Sequence[Feed]) -> Tensor:
         """The summed loss of one batch, forward only: `feeds[microbatch]` hold whole sequences, also under slices."""
+        from pipefit.run.evaluation import Evaluation
+
         if self._evaluation is None:
-            self._evaluation = _Evaluation(self, self._shape_of)
+            self._evaluation = Evaluation(self, self._shape_of)
         return self._evaluation.run(feeds)
 
     @property
@@ -178,7 +184,8 @@ class Worker:
     # From actions to operations.
 
     def _compile(self, actions: Sequence[Action]) -> list[Operation]:
-        slots = slots_of(actions)
+        early = posted_early(actions) if self.comms.tagged else {}
+        slots = assign_slots(actions, early)
         last = {a.stage: index for index, a in enumerate(actions) if a.kind in ("B", "W")}
         operations: list[Operation] = []
         for index, action in enumerate(actions):
@@ -195,6 +202,9 @@ class Worker:
                 operations.append(self.wiring.receive(action, slots[index]))
             else:
                 operations.append(self._once(action))
+        for index, host in early.items():
+            operations[host] = _after(operations[index], operations[host])
+            operations[index] = _nothing
         return operations
 
     def _forward(self, action: Action) -> Operation:
@@ -202,7 +212,7 @@ class Worker:
         call = self.programs[stage].forward
         takes = self._cells(action, incoming=True, way="F")
         gives = self._cells(action, incoming=False, way="F")
-        adds_loss = stage == _last_stage(self.plan) and self._first_shard
+        adds_loss = stage == last_stage(self.plan) and self.first_shard
 
         def forward() -> None:
             inputs = {name: cell.take() for name, cell in takes}
@@ -300,72 +310,6 @@ class Worker:
         ]
 
 
-class _Evaluation:
-    """The forward part of a lane, over whole sequences: the plan's own order without its backward actions.
-
-    Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock.
-    """
-
-    def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
-        self.worker = worker
-        plan = worker.plan
-        self.wiring = Wiring(
-            plan,
-            worker.lane,
-            worker.device,
-            worker.comms,
-            worker.ranks,
-            worker.torch_device,
-            worker.dtype,
-            lambda edge, _: shape_of(edge, -1),
-        )
-        self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F") and a.slice == 0]
-        slots = slots_of(self.actions)
-        self.operations = []
-        for index, action in enumerate(self.actions):
-            if action.kind == "F":
-                self.operations.append(self._forward(action))
-            elif action.kind == "SEND_F":
-                self.operations.append(self.wiring.send(action))
-            else:
-                self.operations.append(self.wiring.receive(action, slots[index]))
-        self.feeds: Sequence[Feed] = ()
-        self.loss = torch.zeros((), dtype=torch.float64, device=worker.torch_device)
-
-    def run(self, feeds: Sequence[Feed]) -> Tensor:
-        self.feeds = feeds
-        self.loss.zero_()
-        for operation in self.operations:
-            operation()
-        self.wiring.flush()
-        if self.worker.world is not None:
-            dist.all_reduce(self.loss, group=self.worker.world)
-        return self.loss.clone()
-
-    def _forward(self, action: Action) -> Operation:
-        worker, microbatch = self.worker, action.microbatch
-        call = worker.programs[action.stage].evaluate
-
-        def cells(incoming: bool) -> list[tuple[str, Cell]]:
-            return [
-                (e.tensor, self.wiring.cell((e.source, e.target, e.tensor, "F"), microbatch, 0))
-                for e in worker.plan.edges
-                if (e.target if incoming else e.source) == action.stage
-            ]
-
-        takes, gives = cells(True), cells(False)
-        adds_loss = action.stage == _last_stage(worker.plan) and worker._first_shard
-
-        def forward() -> None:
-            outputs = call({name: cell.take() for name, cell in takes}, self.feeds[microbatch])
-            for name, cell in gives:
-                cell.tensor = outputs[name]
-            if adds_loss:
-                self.loss += outputs["loss"]
-
-        return forward
-
-
 def lane_of(plan: Plan, device: int) -> int:
     """The lane of a device. PlanError if it holds no stage."""
     for stage, lane in enumerate(plan.order.placement):
@@ -374,7 +318,7 @@ def lane_of(plan: Plan, device: int) -> int:
     raise PlanError("The device holds no stage.", seen=f"device {device}", allowed=f"{plan.devices}")
 
 
-def _last_stage(plan: Plan) -> int:
+def last_stage(plan: Plan) -> int:
     """The stage that makes the loss: the only one without an edge to another."""
     sources = {edge.source for edge in plan.edges}
     return max(stage for stage in range(len(plan.stages)) if stage not in sources)
@@ -383,6 +327,14 @@ def _last_stage(plan: Plan) -> int:
 def _optimizer(bucket: Bucket, master_dtype: torch.dtype, config: OptimizerConfig) -> AdamW:
     entry = bucket.entries[0]
     return AdamW(bucket.parameters[slice(*bucket.owned)], master_dtype, config, entry.decays)
+
+
+def _after(first: Operation, second: Operation) -> Operation:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _nothing() -> None:
