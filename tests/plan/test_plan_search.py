@@ -240,3 +240,20 @@ def test_families_hold_at_least_what_the_closed_forms_say(name: str) -> None:
                 if facts_of(name).fused:
                     assert {a.kind for a in actions} == {"F", "B"}
     assert compared > 20
+
+
+def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a schedule whose bounds are loose, so that the first plan simulated is not the best."""
+    model, job, pins = toy_model(8), Job(batch=16, sequence=4096), {"schedule": "zb-h1", "stages": 3}
+    proven = make_plan(model, toy_cluster(), job, pins)
+    monkeypatch.setattr("pipefit.plan.search.BUDGET", 0)
+    hasty = make_plan(model, toy_cluster(), job, pins)
+    assert hasty.prediction is not None and proven.prediction is not None
+    assert "no candidate left has a lower bound below" in proven.prediction.assumptions[-1]
+    assert "its budget was spent" in hasty.prediction.assumptions[-1]
+    assert hasty.prediction.step_s > proven.prediction.step_s
+
+
+def test_a_schedule_that_no_candidate_can_have_says_why() -> None:
+    with pytest.raises(ScheduleError, match="1F1B is written for one stage per lane"):
+        make_plan(toy_model(3), toy_cluster(1, 2), JOB, {"placement": (0, 1, 1, 0), "schedule": "1f1b"})
