@@ -70,6 +70,18 @@ def test_tied_parameters_exchange_their_gradients_between_stages():
     assert traffic.bytes[0, 1]["reduction"] == embedding == traffic.bytes[1, 0]["reduction"]
 
 
+@pytest.mark.parametrize("sharding", ["megatron", "megatron-sp"])
+def test_tensor_parallel_layers_pass_each_activation_four_times(sharding):
+    """Megatron: one all-reduce forward and one backward a block, or the gathers and scatters that make them up."""
+    blocks, rows = 9, 16
+    _, work, _, traffic = traffic_of(blocks=blocks, stages=1, microbatches=2, shards=(1, 1), sharding=sharding)
+    passed = blocks * 4 * rows * 64 * WIDTH * 4 / 2
+    scalar = (
+        2 * 4 * 4 / 2 if sharding == "megatron-sp" else 0
+    )  # the loss is summed: 4 passes of 4 bytes, 2 microbatches
+    assert dict(traffic.bytes[0, 1]) == {"shards": passed + scalar, "reduction": work.stages[0].parameters.whole[0] * 4}
+
+
 def collective_stage(work, recompute):
     """The first stage of `work` with a layer that gathers, reduces and scatters over two shards."""
     from dataclasses import replace

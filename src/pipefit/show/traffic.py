@@ -16,6 +16,7 @@ from pipefit.cost.network import Network
 from pipefit.cost.roofline import BACKWARD
 from pipefit.cost.table import replica_rings, shard_rings
 from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.layout import split
 from pipefit.model.graph import Graph, element_count
 from pipefit.model.ops.saved import kept
 
@@ -69,7 +70,8 @@ def _add_shard_collectives(
             continue
         rows = stage.rows[stage.group.position(ring[0], "replica")]
         for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
-            symbols = {"B": rows, "T": tokens, "P": past}
+            start, stop = split(tokens, stage.group.axis("shard").shares)[0]
+            symbols = {"B": rows, "T": tokens, "P": past, "S": stop - start}
             sent = sum(_collective_bytes(graphs[0], symbols, width, stage) for graphs in stage.layers)
             _add_ring(traffic, ring, sent * microbatches, "shards", network)
 
@@ -77,6 +79,7 @@ def _add_shard_collectives(
 def _collective_bytes(graph: Graph, symbols: Mapping[str, int], width: int, stage: StageWork) -> float:
     """Passes x bytes of the whole tensors, over forward, backward and what is recomputed."""
     again = set(kept(graph, stage.recompute, width).again)
+    given = {tensor.name for tensor in graph.inputs if tensor.role != "activation"}  # tokens, labels: no gradient
     total = 0.0
     for index, operator in enumerate(graph.operators):
         if operator.kind not in BACKWARD and operator.kind != "shard_slice":
@@ -84,7 +87,7 @@ def _collective_bytes(graph: Graph, symbols: Mapping[str, int], width: int, stag
         shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
         whole = width * max(element_count(shape, symbols) for shape in shapes)
         ahead = PASSES.get(operator.kind, 0)
-        back = PASSES[BACKWARD.get(operator.kind, "all_gather")]
+        back = 0 if operator.inputs[0] in given else PASSES[BACKWARD.get(operator.kind, "all_gather")]
         total += whole * (ahead * (2 if index in again else 1) + back)
     return total
 

@@ -41,6 +41,7 @@ class Timeline {
     const link = span => KINDS[span.action.kind].link === true;
     const byStart = (a, b) => a.start - b.start || a.index - b.index;
     row.channels = [row.spans.filter(span => !link(span)), row.spans.filter(link)].map(spans => spans.slice().sort(byStart));
+    row.several = new Set(row.spans.map(span => span.action.stage).filter(stage => stage >= 0)).size > 1;
     row.last = row.spans.reduce((most, span) => Math.max(most, span.stop), 0);
     row.longest = row.channels.map(spans => spans.reduce((most, span) => Math.max(most, span.stop - span.start), 0));
     if (row.trace === "predicted") {
@@ -216,14 +217,15 @@ class Timeline {
       if (width < 1) { const at = Math.floor(x); if (seen[kind.group] === at) continue; seen[kind.group] = at; }
       c.fillStyle = width > 7 && h > 4 ? this.pattern(span.action.kind) : colour(kind.colour);
       c.fillRect(x, y, width > 3 ? width - 0.7 : width, h);
-      if (channel === 0 && width > 24 && h >= 11) this.label(c, span, kind, x, y, width, h);
+      if (channel === 0 && width > 24 && h >= 11) this.label(c, span, kind, row.several, x, y, width, h);
       if (this.sets.critical && span.critical) { c.strokeStyle = colour("--path"); c.lineWidth = 2; c.strokeRect(x + 1, y + 1, Math.max(0.5, width - 2.7), h - 2); }
       if (this.chosen && this.chosen.span === span) { c.strokeStyle = colour("--ink"); c.lineWidth = 2.5; c.strokeRect(x - 1, y - 1, width + 1.4, h + 2); }
     }
   }
 
-  label(c, span, kind, x, y, width, h) {
-    const a = span.action, text = a.microbatch < 0 ? a.kind : a.kind + a.microbatch + (this.data.slices > 1 ? "/" + a.slice : "");
+  label(c, span, kind, several, x, y, width, h) {
+    // As schedules write it; the stage only where the lane holds several.
+    const a = span.action, text = a.microbatch < 0 ? a.kind : (several ? a.stage : "") + a.kind + a.microbatch + (this.data.slices > 1 ? "/" + a.slice : "");
     c.font = `600 ${h < 14 ? 10 : 11}px system-ui, sans-serif`;
     const wide = c.measureText(text).width, left = Math.max(x, this.gutter), right = Math.min(x + width, this.width - 4);
     if (wide > right - left - 6) return;
