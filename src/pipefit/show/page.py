@@ -27,7 +27,7 @@ from pipefit.show.trace import Trace, from_timeline
 from pipefit.show.traffic import REASONS, Traffic, step_traffic
 from pipefit.units import format_seconds
 
-SCRIPTS = ("decode.js", "timeline.js", "charts.js", "links.js", "page.js")
+SCRIPTS = ("decode.js", "timeline.js", "controls.js", "charts.js", "links.js", "page.js")
 GROUP = {"SEND_F": "T", "SEND_B": "T", "RECV_F": "T", "RECV_B": "T", "REDUCE": "R", "GATHER": "R"}
 """Legend keys of the kinds of action that are not their own; NORM, STEP and FREE are `O`."""
 
