@@ -14,23 +14,14 @@ import torch
 import torch.nn.functional as F
 from interpreter import run_graph
 from torch import Tensor, nn
-from variants import VARIANTS
+from variants import VARIANTS, captured
 
 from pipefit import codec
 from pipefit.errors import ModelError
 from pipefit.model.capture import OpaqueLayerWarning, capture, capture_layers
-from pipefit.model.graph import Graph, Model
+from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS, infer
 from pipefit.model.registry import build_layers, builtin_names, describe, open_model, resolve, save_model
-
-_CAPTURED: dict[str, Model] = {}
-
-
-def captured(name: str) -> Model:
-    if name not in _CAPTURED:
-        described = describe(VARIANTS[name], name, name)
-        _CAPTURED[name] = capture(described.family, described.config)
-    return _CAPTURED[name]
 
 
 def example(graph: Graph, rows: int, tokens: int) -> dict[str, Tensor]:

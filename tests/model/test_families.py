@@ -88,8 +88,10 @@ def test_logits_and_every_gradient_agree_with_transformers(name: str, tmp_path: 
     assert compared >= len(their_gradients)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("max_file_bytes", [10**9, 20_000])
+SEVERAL_FILES = [(name, 20_000) for name in ("llama-tied", "mixtral", "gpt2")]
+
+
+@pytest.mark.parametrize("name,max_file_bytes", [*((name, 10**9) for name in VARIANTS), *SEVERAL_FILES])
 def test_transformers_reads_what_we_save(name: str, max_file_bytes: int, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -141,3 +143,16 @@ def test_files_of_the_bare_model_without_prefix_are_read(tmp_path: Path) -> None
     with WeightFiles(tmp_path, described.family, described.config) as files:
         for key, tensor in tensors.items():
             assert torch.equal(files.read(key, tensor.shape), tensor)
+
+
+def test_files_with_fused_experts_are_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    described = describe(VARIANTS["mixtral"], "mixtral", "mixtral")
+    layers = build_layers(described.family, described.config, device="cpu")
+    tensors = layer_tensors(layers)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path, described.family, described.config) as files:
+        for key in tensors:
+            if "experts" in key:
+                assert torch.equal(files.read(key, tensors[key].shape), tensors[key])

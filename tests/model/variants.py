@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+
+from pipefit.model.capture import capture
+from pipefit.model.graph import Model
+from pipefit.model.registry import Described, describe
 
 _SMALL = {
     "vocab_size": 61,
@@ -109,3 +114,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": True,
     },
 }
+
+
+def described(name: str) -> Described:
+    """A variant, by description."""
+    return describe(VARIANTS[name], name, name)
+
+
+@cache
+def captured(name: str) -> Model:
+    """A variant, captured; once for all tests of a session."""
+    return capture(described(name).family, described(name).config)
