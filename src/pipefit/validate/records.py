@@ -32,7 +32,7 @@ class Target:
 
     @property
     def is_met(self) -> bool:
-        return self.reached <= self.limit
+        return bool(self.reached <= self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
