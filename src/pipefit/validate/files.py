@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
 
 from pipefit.errors import FormatError
 from pipefit.validate.collectives import Collectives
@@ -15,6 +14,8 @@ ALL_REDUCE_COLUMNS = ("gpus", "bytes", "time_us", "bus_bandwidth_gb_per_s")
 
 def shipped(name: str) -> str:
     """The text of a file that came with the package."""
+    from importlib import resources  # takes 20 ms, and only predicting needs it
+
     return resources.files("pipefit.validate").joinpath("data", name).read_text(encoding="utf-8")
 
 
