@@ -66,7 +66,7 @@ def measure(arguments: argparse.Namespace, subjects: Sequence[Subject], device: 
     survey(benches, samples, 2, progress=show("first look"))
     for index in range(len(subjects)):
         own = [sample for sample in samples if sample.subject == index]
-        whole_s = [sum(typical(sample.visits, False)[0].values()) for sample in own]
+        whole_s = [sum(typical(sample.visits)[0].values()) for sample in own]
         samples += [Samples(index, p) for p in refined([sample.point for sample in own], whole_s, sequence)]
     hidden = [
         Samples(index, point)
@@ -89,10 +89,10 @@ def measure(arguments: argparse.Namespace, subjects: Sequence[Subject], device: 
 def compare(
     subject: Subject, seen: Sequence[Samples], hidden: Sequence[Samples], costs: dict[str, float], kind: str
 ) -> dict[str, Any]:
-    curve = layer_curve(subject, seen, kind, costs, 1, crowded=False)
+    curve = layer_curve(subject, seen, kind, costs, 1)
     points = []
     for sample in hidden:
-        measured, spread = typical(sample.visits, False)
+        measured, spread = typical(sample.visits)
         predicted = layer_times(curve, *sample.point)
         points.append(
             {

@@ -93,14 +93,14 @@ def test_every_kind_of_layer_is_timed_at_every_point(graph: Graph, dtype: str) -
         visit = bench.visit(point, window_s=0.0)
         assert {action: len(calls) for action, calls in visit.items()} == {"F": 2, "B": 1, "I": 1, "W": 1}
         assert all(wall > 0 and own >= 0 for calls in visit.values() for wall, own in calls)
-    assert len(bench.visit(Point(1, 16), window_s=0.01)["B"]) > 1
+    assert len(bench.visit(Point(1, 16), window_s=0.2)["B"]) > 1
 
 
 def test_context_makes_attention_cost_more() -> None:
     bench = LayerBench(Subject(attention_layer(), "toy", "float32"), CPU)
     samples = [Samples(0, Point(4, 32, past)) for past in (16, 1024)]
     survey([bench], samples, 4, window_s=0.005)
-    short, long = (typical(sample.visits, crowded=False)[0] for sample in samples)
+    short, long = (typical(sample.visits)[0] for sample in samples)
     assert long["F"] > 1.5 * short["F"] and long["B"] > 1.5 * short["B"]
 
 
@@ -111,13 +111,13 @@ def visit(*calls: tuple[float, float]) -> Visit:
 def test_time_that_other_work_took_does_not_count() -> None:
     visits = [visit((1.0, 1.0), (9.0, 1.02), (1.04, 1.04)), visit((3.0, 1.2)), visit((1.5, 1.5))]
     assert own_times(visits, "F") == [1.02, 1.2, 1.5]
-    seconds, spread = typical(visits, crowded=False)
+    seconds, spread = typical(visits)
     assert seconds["F"] == 1.02 and spread["F"] == pytest.approx(0.48 / 1.02)
 
 
-def test_waiting_for_a_core_counts_where_our_own_processes_are_many() -> None:
-    visits = [visit((2.0, 1.0), (4.0, 1.0)), visit((5.0, 1.0)), visit((9.0, 1.0))]
-    assert typical(visits, crowded=True)[0]["F"] == 5.0
+def test_our_own_processes_on_a_core_take_turns() -> None:
+    visits = [visit((2.0, 1.0), (4.0, 1.0)), visit((5.0, 1.1))]
+    assert typical(visits, crowding=1.5)[0]["F"] == 1.5
 
 
 def test_points_that_do_not_come_out_the_same_twice_are_visited_again() -> None:
@@ -139,7 +139,7 @@ def test_overhead_is_that_of_an_action_not_of_a_layer() -> None:
     tiny = LayerBench(Subject(attention_layer(), "toy", "float32"), CPU)
     sample = Samples(0, Point(1, 1))
     survey([tiny], [sample], 3, window_s=0.005)
-    whole = typical(sample.visits, crowded=False)[0]
+    whole = typical(sample.visits)[0]
     assert all(0 <= found[action] < whole[action] for action in ("F", "B", "I")), (found, whole)
 
 
@@ -149,11 +149,11 @@ def test_a_curve_of_a_real_layer_goes_through_its_points() -> None:
     samples = [Samples(0, point) for point in first_points(subject.graph, 64, 256)]
     survey([bench], samples, 3, window_s=0.003)
     costs = overhead("float32", CPU, rounds=2)
-    curve = layer_curve(subject, samples, "cpu", costs, 1, crowded=False)
+    curve = layer_curve(subject, samples, "cpu", costs, 1)
     assert len(curve.points) == len(samples) < 40
     assert curve.setting == "alone" and curve.actions["F"].time_s[-1] > curve.actions["F"].time_s[0]
     assert len(curve.actions["F"].attention_s) == 7 and curve.fit_error < 1.0
-    assert layer_curve(subject, samples, "cpu", costs, 3, crowded=True).setting == "together"
+    assert layer_curve(subject, samples, "cpu", costs, 3, 1.5).setting == "together"
 
 
 def test_distinct_layers_of_a_model_are_found_once() -> None:

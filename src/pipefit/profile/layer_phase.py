@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 LAYERS_S = 3600.0
 """How long ranks wait for the ones that measure layers."""
 
+VISIT_S = 600.0
+"""How long processes that measure together wait for each other before a visit."""
+
 
 def measure_layers(session: Session) -> list[Graph]:
     """Fill in the session's layer curves and overheads; the graphs that were measured."""
@@ -72,16 +75,17 @@ def _kind(session: Session, kind: str, ranks: Sequence[int], subjects: Sequence[
         costs = overhead(subjects[0].dtype, session.device)
         samples = _alone(session, subjects, benches)
         points = [[sample.subject, *sample.point] for sample in samples]
-        curves = _curves(kind, subjects, samples, costs, 1, crowded=False)
+        curves = _curves(kind, subjects, samples, costs, 1)
     answer = session.board.gather({"points": points, "overhead": costs}, LAYERS_S)[lead]
     session.require_all("layers")
     if len(ranks) > 1:
         samples = [Samples(subject, Point(*point)) for subject, *point in answer["points"]]
-        crowded = len(ranks) > session.members[lead].cores and session.device.type != "cuda"
+        shared = len(ranks) / session.members[lead].cores if session.device.type != "cuda" else 1.0
+        crowding = max(1.0, shared)
         if session.rank in ranks:
-            _together(session, kind, ranks, benches, samples, crowded)
+            _together(session, kind, ranks, benches, samples)
         if session.rank == lead:
-            curves += _curves(kind, subjects, samples, answer["overhead"], len(ranks), crowded=crowded)
+            curves += _curves(kind, subjects, samples, answer["overhead"], len(ranks), crowding)
     told = session.board.gather([to_data(curve) for curve in curves], LAYERS_S)[lead]
     session.require_all("layers")
     session.found.layers += [from_data(LayerCurve, item, "layer curve") for item in told]
@@ -105,7 +109,7 @@ def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[Laye
     survey(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
     for index in range(len(subjects)):
         own = [sample for sample in samples if sample.subject == index]
-        whole_s = [sum(typical(sample.visits, False)[0].values()) for sample in own]
+        whole_s = [sum(typical(sample.visits)[0].values()) for sample in own]
         added = refined([sample.point for sample in own], whole_s, config.sequence)
         samples += [Samples(index, point) for point in added]
     survey(
@@ -125,16 +129,15 @@ def _together(
     ranks: Sequence[int],
     benches: Sequence[LayerBench],
     samples: Sequence[Samples],
-    crowded: bool,
 ) -> None:
     """All processes of the host compute the same points at the same time. The first round warms up."""
     store = dist.PrefixStore(f"together/{kind}", session.board.store)
-    meet = Board(store, ranks.index(session.rank), range(len(ranks)), session.config.timeout_s)
+    meet = Board(store, ranks.index(session.rank), range(len(ranks)), max(VISIT_S, session.config.timeout_s))
     survey(
         benches,
         samples,
         session.config.layer_rounds + 1,
-        again=0 if crowded else session.config.layer_rounds,
+        again=session.config.layer_rounds,
         sync=meet.barrier,
         agree=lambda places: list(meet.gather(places)[0]),
         progress=lambda done, total: session.show("layers, all processes together", done, total),
@@ -149,11 +152,10 @@ def _curves(
     samples: Sequence[Samples],
     costs: Mapping[str, float],
     processes: int,
-    *,
-    crowded: bool,
+    crowding: float = 1.0,
 ) -> list[LayerCurve]:
     return [
-        layer_curve(subject, [s for s in samples if s.subject == index], kind, costs, processes, crowded=crowded)
+        layer_curve(subject, [s for s in samples if s.subject == index], kind, costs, processes, crowding)
         for index, subject in enumerate(subjects)
     ]
 
@@ -181,12 +183,11 @@ def layer_curve(
     kind: str,
     costs: Mapping[str, float],
     processes: int,
-    *,
-    crowded: bool,
+    crowding: float = 1.0,
 ) -> LayerCurve:
     """The curves of one layer, from its samples less the overhead of an action."""
     points = [sample.point for sample in samples]
-    seen = [typical(sample.visits, crowded) for sample in samples]
+    seen = [typical(sample.visits, crowding) for sample in samples]
     attention = any(operator.kind == "attention" for operator in subject.graph.operators)
     actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(

@@ -212,22 +212,17 @@ def unsettled(samples: Sequence[Samples]) -> list[int]:
     ]
 
 
-def typical(visits: Sequence[Visit], crowded: bool) -> tuple[dict[str, float], dict[str, float]]:
+def typical(visits: Sequence[Visit], crowding: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds, spread) by action, of one point.
 
     A call counts with the time during which it had a processor, so that other work on the machine that interrupts it
     is left out; a visit with the median of its calls, the point with its fastest visit, because a disturbance only
-    ever adds. Where more of our processes compute than there are cores (`crowded`), waiting for a core is part of the
-    work: a call counts with all its time, a visit with its mean, the point with the median of its visits.
+    ever adds. `crowding` is how many of our own processes share a core: each then takes that many times as long.
     """
     seconds, spread = {}, {}
     for action in ACTIONS:
-        if crowded:
-            each = sorted(statistics.fmean(call[0] for call in visit[action]) for visit in visits)
-            seconds[action] = statistics.median(each)
-        else:
-            each = own_times(visits, action)
-            seconds[action] = each[0]
+        each = own_times(visits, action)
+        seconds[action] = each[0] * crowding
         spread[action] = (each[-1] - each[0]) / each[0]
     return seconds, spread
 
@@ -250,5 +245,5 @@ def overhead(dtype: str, device: torch.device, rounds: int = 5) -> dict[str, flo
     benches = [LayerBench(Subject(graph, "overhead", dtype), device, copies) for copies in (1, DEEP)]
     samples = [Samples(index, Point(1, 1)) for index in range(2)]
     survey(benches, samples, rounds)
-    one, deep = (typical(sample.visits[1:], crowded=False)[0] for sample in samples)
+    one, deep = (typical(sample.visits[1:])[0] for sample in samples)
     return {action: max(0.0, (DEEP * one[action] - deep[action]) / (DEEP - 1)) for action in ACTIONS}
