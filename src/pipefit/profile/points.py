@@ -19,8 +19,8 @@ BENDS = 0.02
 "A knot that its neighbours miss by more than this share is in the knee."
 
 
-_ONE_ROW = ((1, 8), (2, 2), (2, 14), (4, 4), (4, 8), (4, 12), (8, 4), (8, 8))
-_MOST_ROWS = ((2, 8), (4, 4), (4, 12), (8, 8))
+_ONE_ROW = ((1, 8), (2, 2), (2, 14), (4, 4), (4, 8), (4, 12), (8, 8), (12, 4), (15, 1))
+_MOST_ROWS = ((2, 8), (4, 4), (4, 12), (8, 8), (12, 4), (15, 1))
 """(length, context) of the slices that are measured, in sixteenths of the sequence."""
 
 
