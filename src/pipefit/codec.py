@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipefit.errors import FormatError
+from pipefit.errors import FormatError, PipefitError
 
 T = TypeVar("T")
 
@@ -67,6 +67,35 @@ def load_file(kind: type[T], path: Path) -> T:
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError("The file cannot be read.", where=str(path), seen=error) from None
     return load_text(kind, text, str(path))
+
+
+def make_folder(path: Path, what: str, error: type[PipefitError] = PipefitError) -> None:
+    """Make the folder that the file `path` will lie in. Raises `error`, naming `what`, where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a folder", str(path))
+    except OSError as reason:
+        raise _unwritable(path, what, error, reason) from None
+
+
+def write_file(path: str | Path, text: str, what: str, error: type[PipefitError] = PipefitError) -> None:
+    """Write a text file and the folders above it. Raises `error`, naming `what` ("plan"), where that cannot be."""
+    path = Path(path)
+    make_folder(path, what, error)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as reason:
+        raise _unwritable(path, what, error, reason) from None
+
+
+def _unwritable(path: Path, what: str, error: type[PipefitError], reason: OSError) -> PipefitError:
+    return error(
+        f"The {what} cannot be written.",
+        where=str(path),
+        seen=reason.strerror or reason,
+        next_step="give a file in a folder that you may write to",
+    )
 
 
 def digest(value: Any) -> str:

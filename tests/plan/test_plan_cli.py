@@ -232,3 +232,25 @@ def test_a_plan_file_cut_short_is_told(pipefit, model: str, tmp_path: Path) -> N
     for name in ("explain", "simulate"):
         code, _, err = pipefit(name, str(path))
         assert code == 2 and "may have been cut short" in err
+
+
+def test_outputs_make_their_folder_and_say_where_they_cannot_be_written(  # type: ignore[no-untyped-def]
+    pipefit, model: str, tmp_path: Path
+) -> None:
+    plan, trace = tmp_path / "new" / "folder" / "plan.json", tmp_path / "other" / "trace.json"
+    words = ("plan", "--model", model, "--cluster", "2xH100", *JOB, "-o")
+    code, _, err = pipefit(*words, str(plan))
+    assert code == 0, err
+    code, _, err = pipefit("simulate", str(plan), "--trace", str(trace))
+    assert code == 0 and trace.is_file(), err
+
+    below_a_file = str(plan / "more" / "plan.json")
+    code, out, err = pipefit(*words, below_a_file)
+    assert code == 2 and "The plan cannot be written." in err and f"where: {below_a_file}" in err and "try: " in err
+    assert not out, "it is said before the search, not after"
+    code, _, err = pipefit(*words, str(tmp_path))
+    assert code == 2 and "The plan cannot be written." in err and "Is a folder" in err
+    code, _, err = pipefit("simulate", str(plan), "--trace", str(plan / "trace.json"))
+    assert code == 2 and "The trace cannot be written." in err
+    code, _, err = pipefit("profile", "--local", "2", "-o", str(plan / "cluster.json"))
+    assert code == 2 and "The cluster file cannot be written." in err

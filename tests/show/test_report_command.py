@@ -46,7 +46,7 @@ def test_mistakes_end_with_one_message_and_code_2(files):
     for arguments, words in (
         (["nothing"], "no such file or directory"),
         (["plan.json", "--model", "model.json"], "does not say which cluster"),
-        (["run", "--model", "model.json", "-o", "no/such/folder/out.html"], "report cannot be written"),
+        (["run", "--model", "model.json", "-o", "model.json/out.html"], "report cannot be written"),
     ):
         done = pipefit(files, "report", *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -36,7 +36,8 @@ def command(
     """Find the fastest plan that fits MODEL on the cluster, and say why."""
     from pipefit.cli._plans import cluster_text, print_tables
     from pipefit.cluster import open_cluster
-    from pipefit.codec import dump_text
+    from pipefit.codec import dump_text, make_folder
+    from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
     from pipefit.plan.check import save_plan
     from pipefit.plan.explain import forecast, headline, tables
@@ -44,6 +45,8 @@ def command(
     from pipefit.plan.pins import parse_pins
     from pipefit.profile.environment import check_environment
 
+    if output is not None:
+        make_folder(output, "plan", PlanError)
     text = cluster_text(cluster, local)
     found = open_cluster(text)
     for difference in check_environment(found, allow=allow_other_environment, hardware=False):

@@ -36,8 +36,9 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print the cluster as JSON as well."),
 ) -> None:
     """Measure hosts, links and layers, and write a cluster file: alone, with --local N, or under torchrun."""
-    from pipefit.codec import dump_text
+    from pipefit.codec import dump_text, make_folder
 
+    make_folder(output, "cluster file", ClusterError)
     if source:
         from pipefit.cluster.files import save
         from pipefit.cluster.readers import read_cluster

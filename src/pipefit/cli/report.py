@@ -16,7 +16,7 @@ def command(
     cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
 ) -> None:
     """Write a self-contained report of RUN_DIR, or of a PLAN alone (predicted only); it opens without a network."""
-    from pipefit.errors import PipefitError
+    from pipefit.codec import write_file
     from pipefit.show.page import report
     from pipefit.show.perfetto import write_perfetto
     from pipefit.show.subject import open_subject
@@ -28,12 +28,9 @@ def command(
     traces = [from_timeline(timeline)]
     if subject.record is not None and subject.record.trace is not None:
         traces.append(subject.record.trace)
-    try:
-        output.write_text(html, encoding="utf-8")
-        if trace is not None:
-            write_perfetto(trace, traces, timeline)
-    except OSError as error:
-        raise PipefitError("The report cannot be written.", where=str(error.filename or output), seen=error) from None
+    write_file(output, html, "report")
+    if trace is not None:
+        write_perfetto(trace, traces, timeline)
     print(f"report written to {output} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
     if trace is not None:
         print(f"trace written to {trace}: open it at https://ui.perfetto.dev")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipefit.cluster import measured_check
 from pipefit.cluster.types import Cluster, DeviceKind, Rail
-from pipefit.codec import dump_text, load_file
+from pipefit.codec import dump_text, load_file, write_file
 from pipefit.errors import ClusterError
 
 _DTYPES = ("float64", "float32", "bfloat16")
@@ -24,7 +24,7 @@ def load(path: str | Path) -> Cluster:
 def save(cluster: Cluster, path: str | Path) -> None:
     """Write a cluster as JSON that a person can read and edit. Checks it first."""
     check(cluster, str(path))
-    Path(path).write_text(dump_text(cluster), encoding="utf-8")
+    write_file(path, dump_text(cluster), "cluster file", ClusterError)
 
 
 def check(cluster: Cluster, where: str = "cluster") -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
-from pipefit.codec import digest, dump_text, load_file
+from pipefit.codec import digest, dump_text, load_file, write_file
 from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.check_forms import edge_problems, parameter_problems
@@ -29,8 +29,8 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan as text that a person can read, edit and diff."""
-    Path(path).write_text(dump_text(plan), encoding="utf-8")
+    """Write a plan as text that a person can read, edit and diff. Raises PlanError where that cannot be."""
+    write_file(path, dump_text(plan), "plan", PlanError)
 
 
 def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> None:

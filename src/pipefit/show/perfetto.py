@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipefit.codec import write_file
 from pipefit.schedule.actions import TRANSFER, Action
 from pipefit.show.trace import Row, Trace, from_timeline
 from pipefit.simulate.timeline import Timeline
@@ -24,7 +25,7 @@ LINK = (*TRANSFER, "REDUCE", "GATHER")
 
 def write_perfetto(path: Path, traces: Sequence[Trace], timeline: Timeline | None = None) -> None:
     """Write the traces, and the memory curves of `timeline` (the prediction's) as counters, to one file."""
-    path.write_text(json.dumps(perfetto(traces, timeline), separators=(",", ":")) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(perfetto(traces, timeline), separators=(",", ":")) + "\n", "trace")
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
