@@ -13,8 +13,12 @@ from typer.testing import CliRunner
 
 from pipefit.cli import build_app
 from pipefit.cli.train import without
-from pipefit.errors import PipefitError
+from pipefit.cluster import local, parse_spec
+from pipefit.cluster import save as save_cluster
+from pipefit.codec import digest
+from pipefit.errors import PipefitError, StalePlanError
 from pipefit.plan.check import save_plan
+from pipefit.run.fresh import check_cluster
 from pipefit.run.launch import launch_lines
 
 
@@ -127,6 +131,9 @@ def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
         ("no text", ("corpus is empty", "name files or folders that hold text")),
         ("no weights", ("There are no weights here",)),
         ("stale", ("made for another form of this model", "make the plan again")),
+        ("another cluster", ("The plan is stale: the cluster changed", "hashes.cluster", "make the plan again")),
+        ("no cluster file", ("cluster file of the plan is not here", "no away.json beside the plan", "--cluster FILE")),
+        ("no such cluster", ("cluster file of the plan is not here", "where: --cluster", "seen: gone.json")),
         ("another seed", ("The checkpoint is of another run: the seed differs", "--weights")),
         ("last step", ("already at the last step", "give more steps")),
     ],
@@ -150,6 +157,12 @@ def test_mistakes_leave_files_as_they_were(tmp_path, monkeypatch, case, words):
         options = ["--weights", str(tmp_path)]
     elif case == "stale":
         save_plan(replace(one, hashes=replace(one.hashes, model="0123")), path)
+    elif case == "another cluster":
+        save_plan(replace(one, cluster="1xH100", hashes=replace(one.hashes, cluster="0123")), path)
+    elif case == "no cluster file":
+        save_plan(replace(one, cluster="far/away.json"), path)
+    elif case == "no such cluster":
+        options = ["--cluster", "gone.json"]
     else:
         assert train(path, text, tmp_path / "first")[0] == 0
         options = ["--resume", str(tmp_path / "first")]
@@ -161,6 +174,23 @@ def test_mistakes_leave_files_as_they_were(tmp_path, monkeypatch, case, words):
     assert all(word in err for word in words), err
     assert err.count("pipefit: ") == 1 and "Traceback" not in err
     assert _files(tmp_path) == before
+
+
+def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch):
+    path, one = toys.write_plan(tmp_path, microbatches=2)
+    cluster = parse_spec("2xA100-80")
+    one = replace(one, cluster="far/away.json", hashes=replace(one.hashes, cluster=digest(cluster)))
+    save_cluster(cluster, tmp_path / "away.json")
+    assert check_cluster(one, path) == cluster, "beside the plan"
+    save_cluster(cluster, tmp_path / "here" / "other.json")
+    assert check_cluster(one, tmp_path / "elsewhere" / "plan.json", str(tmp_path / "here" / "other.json")) == cluster
+    save_cluster(replace(cluster, name="renamed"), tmp_path / "away.json")
+    with pytest.raises(StalePlanError, match="the cluster changed"):
+        check_cluster(one, path)
+    here = replace(one, cluster="local:2")
+    assert check_cluster(here, path) == local(2), "its figures follow the clock: not compared"
+    assert check_cluster(replace(one, cluster=""), path) is None
+    assert check_cluster(replace(one, hashes=replace(one.hashes, cluster="")), path) is None
 
 
 def train(plan: Path, text: Path, run: Path, *options: str) -> tuple[int, str]:

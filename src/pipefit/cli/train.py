@@ -19,6 +19,7 @@ def command(
     ] = None,
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
     held_out: float = typer.Option(0.01, help="Rows kept for evaluation: a fraction below 1, or a number."),
+    cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
     local: int = typer.Option(0, help="Start this many ranks on this machine."),
     resume: str = typer.Option("", help="Continue from a run's folder or from one of its checkpoints."),
     weights: str = typer.Option("", help="Start from Hugging Face safetensors in this folder."),
@@ -57,7 +58,7 @@ def command(
     )  # fmt: skip
     config = check_train_config(
         TrainConfig(
-            plan=str(plan), run_dir=str(run_dir), data=tuple(data or ("stdlib",)), tokenizer=tokenizer,
+            plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or ("stdlib",)), tokenizer=tokenizer,
             held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights, eval_every=eval_every,
             eval_batches=eval_batches, save_every=save_every, keep=keep, log_every=log_every,
             tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,

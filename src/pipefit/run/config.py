@@ -15,6 +15,8 @@ class TrainConfig:
 
     plan: str
     "The plan file."
+    cluster: str = ""
+    "The cluster, where it is not to be found as the plan names it."
     run_dir: str
     "Where metrics, checkpoints and final weights go."
     data: tuple[str, ...] = ("stdlib",)

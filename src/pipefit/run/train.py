@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from pipefit import __version__, codec
-from pipefit.cluster import open_cluster
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
 from pipefit.data.stepplan import batch_shape, evaluation_batches, evaluation_plan, step_plan
-from pipefit.errors import CheckpointError, PipefitError, RunError, StalePlanError
+from pipefit.errors import CheckpointError, RunError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run import checkpoint
@@ -31,6 +30,7 @@ from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig
 from pipefit.run.faults import injected
 from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.fresh import check_cluster
 from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
@@ -44,6 +44,7 @@ class Run:
     def __init__(self, plan: Plan, config: TrainConfig, world: World) -> None:
         self.plan, self.config, self.world = plan, config, world
         optimizer = config.optimizer if config.optimizer.steps else replace(config.optimizer, steps=config.steps)
+        world.from_rank_0("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
         self.model = shared_model(plan, world)
         self.corpus = shared_corpus(plan, config, world)
         value = weights_value(plan, config.weights) if config.weights else None
@@ -269,7 +270,7 @@ def open_run_dir(config: TrainConfig, plan: Plan, device: torch.device) -> Path:
         (directory / "config.json").write_text(codec.dump_text(config), encoding="utf-8")
         (directory / "plan.json").write_text(codec.dump_text(plan), encoding="utf-8")
         (directory / "environment.json").write_text(codec.dump_text(environment(device)), encoding="utf-8")
-        keep_cluster(plan, directory)
+        keep_cluster(plan, config, directory)
     except OSError as error:
         raise RunError("The run's folder cannot be written.", where=str(directory), seen=error) from None
     return directory
@@ -288,13 +289,10 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def keep_cluster(plan: Plan, directory: Path) -> None:
-    """Put the plan's cluster beside it, so that the folder tells all of the run; nothing if it is gone or changed."""
-    try:
-        cluster = open_cluster(plan.cluster)
-    except PipefitError:
-        return
-    if codec.digest(cluster) == plan.hashes.cluster:
+def keep_cluster(plan: Plan, config: TrainConfig, directory: Path) -> None:
+    """Put the plan's cluster beside it, so that the folder tells all of the run; nothing if it is not known."""
+    cluster = check_cluster(plan, config.plan, config.cluster)
+    if cluster is not None and codec.digest(cluster) == plan.hashes.cluster:
         (directory / "cluster.json").write_text(codec.dump_text(cluster), encoding="utf-8")
 
 
