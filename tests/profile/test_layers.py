@@ -13,6 +13,7 @@ from pipefit.profile.layers import (
     Samples,
     Subject,
     Visit,
+    feasible,
     overhead,
     own_times,
     survey,
@@ -131,6 +132,29 @@ def test_points_that_do_not_come_out_the_same_twice_are_visited_again() -> None:
     survey([bench], samples, 1, window_s=0.0, again=2, sync=lambda: met.append(1), agree=lambda places: [1])
     assert [len(sample.visits) for sample in samples] == [1, 3]
     assert len(met) == 4
+
+
+def test_points_that_do_not_fit_in_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Point] = []
+
+    def visit(self: LayerBench, point: Point, window_s: float) -> Visit:
+        tried.append(point)
+        if point.rows * point.tokens > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {}
+
+    monkeypatch.setattr(LayerBench, "visit", visit)
+    bench = LayerBench(Subject(loss_layer(), "toy", "float32"), CPU)
+    samples = [Samples(0, Point(1, tokens)) for tokens in (256, 16, 128, 64)]
+    assert [sample.point.tokens for sample in feasible([bench], samples)] == [16, 64]
+    assert [point.tokens for point in tried] == [16, 64, 128], "256 is not tried after 128"
+
+    def broken(self: LayerBench, point: Point, window_s: float) -> Visit:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(LayerBench, "visit", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        feasible([bench], samples)
 
 
 def test_overhead_is_that_of_an_action_not_of_a_layer() -> None:

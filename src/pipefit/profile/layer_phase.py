@@ -18,7 +18,7 @@ from pipefit.errors import ModelError, PipefitError
 from pipefit.model.graph import Graph
 from pipefit.profile.board import Board
 from pipefit.profile.fit import fit_layer
-from pipefit.profile.layers import LayerBench, Samples, Subject, overhead, survey, typical
+from pipefit.profile.layers import LayerBench, Samples, Subject, feasible, overhead, survey, typical
 from pipefit.profile.points import Point, first_points, refined
 
 if TYPE_CHECKING:
@@ -103,9 +103,10 @@ def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[Laye
         for index, subject in enumerate(subjects)
         for point in first_points(subject.graph, config.sequence, most)
     ]
-    survey(benches, samples, 1)
-    for sample in samples:
-        sample.visits.clear()
+    wanted = len(samples)
+    samples = feasible(benches, samples)
+    if len(samples) < wanted:
+        session.found.notes.append(f"{wanted - len(samples)} of {wanted} points of layers did not fit in memory")
     survey(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
     for index in range(len(subjects)):
         own = [sample for sample in samples if sample.subject == index]

@@ -18,6 +18,7 @@ import torch
 
 from pipefit.model.graph import Graph, Operator, Tensor
 from pipefit.profile.points import Point
+from pipefit.run.faults import is_out_of_memory
 from pipefit.run.feed import Feed
 from pipefit.run.stage import StageLayer, StageProgram
 
@@ -54,6 +55,11 @@ class Samples:
     subject: int
     point: Point
     visits: list[Visit] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Tokens that are alive at the point."""
+        return self.point.rows * (self.point.tokens + self.point.past)
 
     def own_times(self, action: str) -> list[float]:
         """`own_times` of this point."""
@@ -100,6 +106,12 @@ class LayerBench:
         if point.past:
             program.backward(0, 0, {key: torch.zeros_like(value) for key, value in out.items() if key != "loss"})
         return self._durations(marks)
+
+    def forget(self) -> None:
+        """Drop everything, after a point that did not fit."""
+        self._programs.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _program(self, slices: int) -> StageProgram:
         if slices not in self._programs:
@@ -201,6 +213,27 @@ def survey(
             sample.visits.append(benches[sample.subject].visit(sample.point, window_s))
             if turn < rounds:
                 progress(turn * len(samples) + done, rounds * len(samples))
+
+
+def feasible(benches: Sequence[LayerBench], samples: Sequence[Samples]) -> list[Samples]:
+    """The points that fit into the device's memory, each visited once to see; their visits are thrown away (warm-up).
+
+    Of a layer that ran out of memory at one point, points with as many tokens or more are not tried.
+    """
+    limits: dict[int, int] = {}
+    fitting = []
+    for sample in sorted(samples, key=lambda sample: sample.size):
+        if sample.size >= limits.get(sample.subject, sample.size + 1):
+            continue
+        try:
+            benches[sample.subject].visit(sample.point, 0.0)
+            fitting.append(sample)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            limits[sample.subject] = sample.size
+            benches[sample.subject].forget()
+    return [sample for sample in samples if sample in fitting]
 
 
 def unsettled(samples: Sequence[Samples]) -> list[int]:
