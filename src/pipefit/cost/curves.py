@@ -34,6 +34,9 @@ FEATURES = (
 costs once, per query, per earlier key, per score on them and on its own keys, and for the mask that all rows share."""
 
 
+Floats = Sequence[float] | Array
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
     """Seconds of each action on one layer."""
@@ -45,7 +48,7 @@ class LayerTimes:
     "B, measured by itself: not always the sum of I and W."
 
 
-def attention_features(rows: Sequence[float], tokens: Sequence[float], past: Sequence[float]) -> Array:
+def attention_features(rows: Floats, tokens: Floats, past: Floats) -> Array:
     """The features of points: an array [point, feature] in the order of `FEATURES`."""
     b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
     sliced = (p > 0).astype(np.float64)

@@ -11,7 +11,7 @@ from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LinkCurve, Mea
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
 from pipefit.profile.facts import Member, Rates
-from pipefit.profile.links import LinkSample, PairTimes, latency_and_bandwidth, pair_times
+from pipefit.profile.links import Array, LinkSample, PairTimes, latency_and_bandwidth, pair_times
 
 ALIKE = 0.25
 """Hosts whose inner links differ by less than this share belong to one link class."""
@@ -239,19 +239,19 @@ def _among(samples: Sequence[LinkSample], ranks: Sequence[int]) -> list[LinkSamp
     return [sample for sample in samples if sample.source in inside and sample.target in inside]
 
 
-def _over_pairs(times: PairTimes) -> np.ndarray:  # type: ignore[type-arg]
-    return np.median(_pairs(times, times.time_s), axis=1)
+def _over_pairs(times: PairTimes) -> Array:
+    return np.asarray(np.median(_pairs(times, times.time_s), axis=1))
 
 
-def _pairs(times: PairTimes, values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _pairs(times: PairTimes, values: Array) -> Array:
     """[size, pair] of an array [size, source, target], without the diagonal."""
     apart = ~np.eye(len(times.members), dtype=bool)
     return values[:, apart]
 
 
-def _floats(values: Sequence[float] | np.ndarray) -> tuple[float, ...]:  # type: ignore[type-arg]
+def _floats(values: Sequence[float] | Array) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _matrix(values: np.ndarray) -> tuple[tuple[float, ...], ...]:  # type: ignore[type-arg]
+def _matrix(values: Array) -> tuple[tuple[float, ...], ...]:
     return tuple(_floats(row) for row in values)

@@ -147,7 +147,7 @@ def repeatability(times: Array) -> Array:
     return np.where(known & (total > 0), between / np.where(total > 0, total, 1.0), 1.0)
 
 
-def latency_and_bandwidth(sizes_bytes: Sequence[int], time_s: Sequence[float]) -> tuple[float, float]:
+def latency_and_bandwidth(sizes_bytes: Sequence[int], time_s: Sequence[float] | Array) -> tuple[float, float]:
     """(latency in s, bandwidth in bytes/s) of time = latency + size / bandwidth, by least squares on relative errors.
 
     Small messages go by other ways than large ones, so the line passes between; curves keep the sizes apart.
