@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from pipefit import __version__
-from pipefit.errors import PipefitError, RunError
+from pipefit.errors import ClusterError, PipefitError, RunError
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
 from pipefit.run.faults import (
@@ -66,7 +66,14 @@ def made_here(plan: Plan) -> bool:
     from pipefit.cluster import local
     from pipefit.codec import digest
 
-    return any(digest(local(count)) == plan.hashes.cluster for count in range(len(plan.devices), 65))
+    for count in range(len(plan.devices), 65):
+        try:
+            cluster = local(count)
+        except ClusterError:  # more processes than this machine holds
+            return False
+        if digest(cluster) == plan.hashes.cluster:
+            return True
+    return False
 
 
 def run_rank(plan: Plan, config: TrainConfig) -> int:
