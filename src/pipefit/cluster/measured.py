@@ -73,9 +73,9 @@ class LinkCurve:
     sizes_bytes: tuple[int, ...]
     "Ascending."
     time_s: tuple[float, ...]
-    "Median over the pairs of devices and the repetitions."
+    "Median over the pairs of devices of each pair's fastest repetition."
     spread: tuple[float, ...]
-    "Of each size: median over pairs of (largest - smallest) / median over the repetitions."
+    "Of each size: median over pairs of (slowest - fastest repetition) / fastest."
     between_pairs: tuple[float, ...]
     "Of each size: (slowest pair - fastest pair) / median."
     pairs: int
@@ -87,9 +87,9 @@ class RailCurve:
 
     sizes_bytes: tuple[int, ...]
     time_s: tuple[tuple[tuple[float, ...], ...], ...]
-    "Median over the repetitions; the diagonal is 0."
+    "The fastest repetition; the diagonal is 0."
     spread: tuple[tuple[tuple[float, ...], ...], ...]
-    "(largest - smallest) / median over the repetitions."
+    "(slowest - fastest repetition) / fastest."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

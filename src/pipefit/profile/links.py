@@ -100,9 +100,9 @@ class PairTimes:
     members: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
     time_s: Array
-    "Median over the repetitions."
+    "The fastest repetition: a disturbance only ever adds."
     spread: Array
-    "(largest - smallest) / median over the repetitions."
+    "(slowest - fastest repetition) / fastest."
     repeatability: Array
     "[source, target], of the largest size: the part of the differences between links that comes back when measured "
     "again."
@@ -119,14 +119,13 @@ def pair_times(samples: Sequence[LinkSample], members: Sequence[int]) -> PairTim
             where = (sample.repeat, sizes.index(sample.size_bytes), place[sample.source], place[sample.target])
             trips[where] = sample.round_trip_s
     tiny = sizes.index(TINY)
-    back_s = _median(trips[:, tiny]) / 2
+    back_s = _extreme(trips[:, tiny], np.fmin) / 2
     one_way = trips - back_s
     one_way[:, tiny] = trips[:, tiny] / 2
     one_way = np.maximum(one_way, np.where(np.isnan(one_way), np.nan, back_s))
-    middle = _median(one_way)
-    with np.errstate(invalid="ignore"):
-        spread = (_extreme(one_way, np.fmax) - _extreme(one_way, np.fmin)) / middle
-    return PairTimes(tuple(members), tuple(sizes), middle, spread, repeatability(one_way[:, -1]))
+    fastest = _extreme(one_way, np.fmin)
+    spread = (_extreme(one_way, np.fmax) - fastest) / fastest
+    return PairTimes(tuple(members), tuple(sizes), fastest, spread, repeatability(one_way[:, -1]))
 
 
 def repeatability(times: Array) -> Array:
@@ -161,12 +160,6 @@ def latency_and_bandwidth(sizes_bytes: Sequence[int], time_s: Sequence[float] | 
     latency_s, whole_s = nnls(matrix, np.ones(len(times)))[0]
     slowest = times.max() * 1e-6
     return float(latency_s), float(scale / max(whole_s, slowest))
-
-
-def _median(values: Array) -> Array:
-    with np.errstate(all="ignore"):
-        known = ~np.isnan(values).all(axis=0)
-        return np.where(known, np.nanmedian(np.where(known, values, 0.0), axis=0), np.nan)
 
 
 def _extreme(values: Array, pick: np.ufunc) -> Array:

@@ -6,7 +6,6 @@ links, so that a network that fails does not cost what needed none.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -197,7 +196,7 @@ class Session:
                 self.require_all("collectives")
                 table.append([max(each[rank][i] for rank in ranks) for i in range(len(sizes))])
             columns = list(zip(*table, strict=True))
-            time_s = [statistics.median(column) for column in columns]
+            time_s = [min(column) for column in columns]
             spread = [(max(c) - min(c)) / t for c, t in zip(columns, time_s, strict=True)]
             self.found.collectives.append(collective_curve(cluster, operation, ranks, sizes, time_s, spread))
         self.show("collectives", len(jobs), len(jobs))
