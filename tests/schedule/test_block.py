@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +94,14 @@ def test_lifespans_of_known_blocks() -> None:
     assert v_half.placement == (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)
     assert v_half.lifespans == (30, 30, 24, 24, 18, 15, 12, 9, 6, 3)
     assert v_half.peak_bounds == (6, 6, 6, 6, 6), "long and short lifespans are paired"
+
+
+def test_the_documented_block_and_drawing() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    source = text.split("```python\n")[1].split("```")[0]
+    assert eval(source, {"BuildingBlock": BuildingBlock}) == block_of("v-half", 4)
+    clashing = replace(block_of("v-min", 3), backward=(13, 11, 11, 10, 9, 8))
+    assert draw_block(clashing) in text
 
 
 def test_the_v_balances_what_a_loop_does_not() -> None:

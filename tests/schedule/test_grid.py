@@ -71,6 +71,31 @@ def test_the_command_draws() -> None:
     assert lines[4] == "time 33, bubble 27.3%; most microbatches alive per lane: 4 3 2 1"
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_is_drawn(name: str) -> None:
+    """In unit time a column is one slot, so the rows can be read back: every action once, as wide as it is long."""
+    made = FAMILIES[name]
+    schedule = made(Problem(placement=made.placement(8), microbatches=16))
+    rows = grid_rows(schedule)
+    width = min(len(cell.text) for row in rows for cell in row if cell.action and cell.action.kind == "F")
+    for lane, row in zip(schedule.lanes, rows, strict=True):
+        cells = [cell for cell in row if cell.action is not None]
+        assert tuple(cell.action for cell in cells) == lane
+        assert all(len(cell.text) == width * (2 if cell.action.kind == "B" else 1) for cell in cells)
+        if schedule.stages > 8:
+            assert all(cell.text.startswith(f"{cell.action.stage}{cell.action.kind}") for cell in cells)
+    assert len(draw_grid(schedule).splitlines()) == 8
+
+
+def test_the_command_draws_a_v() -> None:
+    done = pipefit("schedule", "v-half", "--devices", "8", "--microbatches", "16", "--grid")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 9 and lines[0].startswith("lane 0  0F0-- 0F1-- ")
+    alive = " ".join(["10"] * 8)
+    assert lines[8] == f"time 115, bubble 16.5%; most microbatches of a stage alive per lane: {alive}"
+
+
 def test_the_command_prints_csv_and_json() -> None:
     made = pipefit("schedule", "gpipe", "--devices", "2", "--microbatches", "3", "--csv")
     assert from_csv(made.stdout, "gpipe") == FAMILIES["gpipe"](Problem(placement=linear(2), microbatches=3))
@@ -96,6 +121,7 @@ def test_the_command_prints_csv_and_json() -> None:
         (("1f1b", "--times", "nan,1,1"), ("three positive numbers",)),
         (("1f1b", "--csv", "--json"), ("Only one form of output", "--grid, --csv or --json")),
         (("1f1b", "--csv", "--slices", "2"), ("slices cannot be written as CSV",)),
+        (("dualpipe-v", "--microbatches", "7"), ("two microbatches", "seen: 7 microbatches on 4", "at least 8")),
     ],
 )
 def test_the_command_explains_mistakes(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:

@@ -64,6 +64,8 @@ def command(
     _print_grid(draw_grid(schedule, costs, colour=sys.stdout.isatty()))
     peaks = " ".join(f"{units:g}" for units in timeline.peak_bytes)
     unit = "slices" if slices > 1 else "microbatches"
+    if schedule.stages > len(schedule.lanes):
+        unit += " of a stage"
     print(f"time {timeline.makespan_s:g}, bubble {timeline.bubble:.1%}; most {unit} alive per lane: {peaks}")
 
 

@@ -52,7 +52,7 @@ def squeeze(lanes: Sequence[Sequence[Pass]], placement: Sequence[int]) -> Lanes:
         lane = ready.pop()
         while len(done[lane]) < len(lanes[lane]):
             _, kind, stage, unit = lanes[lane][len(done[lane])]
-            needed = _needed(kind, stage, unit, last)
+            needed = needs(kind, stage, unit, last)
             if needed is not None and needed not in stops:
                 waiting[needed] = lane
                 break
@@ -68,8 +68,9 @@ def squeeze(lanes: Sequence[Sequence[Pass]], placement: Sequence[int]) -> Lanes:
     return tuple(map(tuple, done))
 
 
-def _needed(kind: Kind, stage: int, unit: int, last: int) -> tuple[bool, int, int] | None:
-    """(forward?, stage, unit) that a pass waits for; for W nothing, as its lane's order has its I before it."""
+def needs(kind: Kind, stage: int, unit: int, last: int) -> tuple[bool, int, int] | None:
+    """(forward?, stage, unit) that a pass of a chain ending in stage `last` waits for; for W nothing, as its lane's
+    order has its I before it."""
     if kind == "F":
         return (True, stage - 1, unit) if stage else None
     if kind == "W":

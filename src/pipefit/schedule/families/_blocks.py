@@ -9,7 +9,7 @@ from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
 from pipefit.schedule.block import BuildingBlock
 from pipefit.schedule.block_passes import Lanes, actions, order_slices, repeat, squeeze
-from pipefit.schedule.block_reorder import peak, reorder_cool_down, reorder_warm_up, without_weights
+from pipefit.schedule.block_reorder import peak, pull_forward, reorder_cool_down, reorder_warm_up, without_weights
 from pipefit.schedule.problem import Problem, vee
 
 Named = tuple[tuple[Action, ...], ...]
@@ -67,6 +67,13 @@ def in_positions(title: str, problem: Problem, block: Callable[[int], BuildingBl
 def repeated(block: BuildingBlock, microbatches: int, slices: int) -> Named:
     """The order of the repeated block as it is."""
     return actions(order_slices(repeat(block, microbatches * slices), slices, block.interval), slices)
+
+
+@lru_cache(maxsize=64)
+def pulled(block: BuildingBlock, microbatches: int, slices: int) -> Named:
+    """The repeated block with every pass as early as gaps and the block's peak allow."""
+    lanes = pull_forward(repeat(block, microbatches * slices), block.placement)
+    return actions(order_slices(lanes, slices, block.interval), slices)
 
 
 @lru_cache(maxsize=64)

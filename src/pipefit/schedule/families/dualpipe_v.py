@@ -34,7 +34,9 @@ def build(problem: Problem) -> Schedule:
         raise ScheduleError(
             "DualPipeV needs two microbatches (or slices of them) for every lane.",
             where="microbatches",
-            seen=f"{problem.microbatches} microbatches of {problem.slices} slices on {depth} lanes",
+            seen=f"{problem.microbatches} microbatches"
+            + (f" of {problem.slices} slices" if problem.slices > 1 else "")
+            + f" on {depth} lanes",
             allowed=f"at least {-(-least_units(depth) // problem.slices)} microbatches",
             next_step="use more microbatches, or v-zb, which takes any number",
         )

@@ -1,15 +1,15 @@
 """1F1B-V: the V placement with fused backwards, about two thirds of the memory of 1F1B (Qi et al. 2024, arXiv
 2405.15362, appendix).
 
-Every lane of d holds 2 (floor(2 d / 3) + 1) stage-microbatches, where 1F1B holds 2 d. Without W's to put off there is
-nothing to fill gaps with: the bubble is that of 1F1B, up to two slots more.
+Every lane of d holds 2 (floor(2 d / 3) + 1) stage-microbatches, where 1F1B holds 2 d. In unit time its bubble is
+smaller than that of 1F1B, too: with 8 lanes 33 slots in place of 42.
 """
 
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.block import BuildingBlock
-from pipefit.schedule.families._blocks import repeated, require_vee, schedule
+from pipefit.schedule.families._blocks import pulled, require_vee, schedule
 from pipefit.schedule.problem import Problem, vee
 
 name = "1f1b-v"
@@ -20,7 +20,7 @@ searched = False
 def build(problem: Problem) -> Schedule:
     """The computed schedule. Raises ScheduleError for another placement than the V."""
     lanes = require_vee("1F1B-V", problem)
-    return schedule(name, problem, repeated(block(lanes), problem.microbatches, problem.slices))
+    return schedule(name, problem, pulled(block(lanes), problem.microbatches, problem.slices))
 
 
 def block(lanes: int) -> BuildingBlock:
