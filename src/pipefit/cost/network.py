@@ -59,13 +59,15 @@ class Network:
         self.host = tuple(host_index(cluster, device) for device in range(count))
         self.rail = tuple(rail_index(cluster, device) if cluster.rails else 0 for device in range(count))
         self.kinds: tuple[DeviceKind, ...] = tuple(kind_of(cluster, device) for device in range(count))
-        self._links: dict[tuple[int, int], Link] = {}
+        self._links: dict[tuple[int, int, int], Link] = {}
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
         self._factors: dict[str, tuple[float, float]] = {}
 
     def link(self, source: int, target: int) -> Link:
         """The way from one device to another."""
-        key = (source, target)
+        if source == target:
+            return SELF
+        key = (self.host[source], self.host[target], self.rail[source])
         if key not in self._links:
             self._links[key] = link_between(self.cluster, source, target)
         return self._links[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipefit.plan.types import Alternative, GroupPlan, Plan, Prediction
+from pipefit.plan.types import Alternative, GroupPlan, Plan, Prediction, Sensitivity
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -47,6 +47,8 @@ def forecast(plan: Plan) -> list[str]:
             f"lower bound of every plan considered: {format_seconds(prediction.lower_bound_s)} "
             f"(compute alone, cut evenly, memory not counted); this plan is {over:.1%} above it"
         )
+    if prediction.sensitivity:
+        lines.append("what more would give: " + "; ".join(_gain(one, prediction) for one in prediction.sensitivity))
     return lines
 
 
@@ -125,6 +127,13 @@ def plain(table: TextTable) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([f"{table.title}:", *(f"  {line}" for line in lines)])
+
+
+def _gain(one: Sensitivity, prediction: Prediction) -> str:
+    """`links twice as fast: 3.1 s, 4.0% less (the same plan, simulated again)`."""
+    less = 1 - one.step_s / prediction.step_s if prediction.step_s else 0.0
+    words = f"{format_seconds(one.step_s)}, {less:.1%} less" if less >= 5e-4 else "nothing"
+    return f"{one.change}: {words} ({one.how})"
 
 
 def _winner_row(plan: Plan, keys: Sequence[str], prediction: Prediction) -> tuple[str, ...]:

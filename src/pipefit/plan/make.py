@@ -14,6 +14,7 @@ from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress, search
+from pipefit.plan.sensitivity import sensitivity
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
 
@@ -52,5 +53,10 @@ def make_plan(
     else:
         proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
     counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
-    prediction = replace(plan.prediction, binds=binds, assumptions=(*plan.prediction.assumptions, counted))
+    prediction = replace(
+        plan.prediction,
+        binds=binds,
+        assumptions=(*plan.prediction.assumptions, counted),
+        sensitivity=sensitivity(bench, job, pins, best),
+    )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))

@@ -158,6 +158,18 @@ class LanePrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What a better cluster would give."""
+
+    change: str
+    "In words: `links twice as fast`, `one more host`."
+    step_s: float
+    "The step with it; never above the prediction where plans were searched again."
+    how: str
+    "Whether the same plan was simulated again, or planned again, and with what held."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the simulator says of the plan."""
 
@@ -172,6 +184,7 @@ class Prediction:
     binds: str = ""
     "What limits it: compute of a stage, a link, or memory."
     assumptions: tuple[str, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,12 @@ def bound_section(prediction: Prediction) -> str:
         ]
     if prediction.binds:
         parts.append(f"<p>What the step time hangs on, along the critical path: <b>{text(prediction.binds)}</b>.</p>")
+    if prediction.sensitivity:
+        rows = "".join(
+            f"<li>{text(one.change)}: <b>{format_seconds(one.step_s)}</b> ({text(one.how)})</li>"
+            for one in prediction.sensitivity
+        )
+        parts.append(f'<h3>What more would give</h3><ul class="plain">{rows}</ul>')
     return card("bound", "What limits it", "".join(parts))
 
 
