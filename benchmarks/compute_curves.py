@@ -2,7 +2,8 @@
 
 For every distinct layer of some models: measure the points of a profile and, interleaved with them in the same
 shuffled rounds, random points that the fit never sees (other rows, lengths and contexts); fit; compare. The times are
-those of `pipefit profile` with one process: forward, fused backward, input and weight gradient apart.
+those of `pipefit profile` with one process: forward, fused backward, input and weight gradient apart. Where all layers
+of a model are measured, the sum of their curves is also compared with the whole model run as one stage.
 
     python benchmarks/compute_curves.py --json benchmarks/results/compute_curves.json
     python benchmarks/compute_curves.py --quick
@@ -24,15 +25,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from pipefit.cost.curves import layer_times
+from pipefit.cluster.measured import LayerCurve
+from pipefit.cost.curves import layer_times, signature
+from pipefit.model.registry import open_model
 from pipefit.profile.layer_phase import layer_curve, subjects_of
-from pipefit.profile.layers import LayerBench, Samples, Subject, overhead, survey, typical
+from pipefit.profile.layers import LayerBench, Samples, StageBench, Subject, overhead, survey, typical
 from pipefit.profile.points import SMALLEST, Point, first_points, refined
 from pipefit.run.setup import choose_device
+from pipefit.run.stage import StageLayer
 from provenance import provenance, write_result
 
 SHORT_S = 100e-6
 """Errors of shorter actions are given as shares of this: they hardly count, and a share of a microsecond is noise."""
+
+WHOLE = (Point(1, 256), Point(2, 256), Point(4, 256), Point(8, 96), Point(5, 160))
+"""Where a whole model is compared with the sum of its layers."""
 
 FIELDS = {"F": "forward_s", "I": "input_s", "W": "weight_s", "B": "fused_s"}
 
@@ -50,8 +57,10 @@ def unseen_points(subject: Subject, count: int, sequence: int, tokens: int, seed
     return points
 
 
-def measure(arguments: argparse.Namespace, subjects: Sequence[Subject], device: torch.device) -> list[dict[str, Any]]:
-    """One record per layer: points, fit error, and every unseen point with predicted and measured times."""
+def measure(
+    arguments: argparse.Namespace, subjects: Sequence[Subject], device: torch.device
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A record for each layer (points, fit error, predicted and measured times at unseen points) and whole model."""
     sequence, tokens = arguments.sequence, arguments.tokens
     benches = [LayerBench(subject, device) for subject in subjects]
     costs = overhead(subjects[0].dtype, device)
@@ -74,22 +83,41 @@ def measure(arguments: argparse.Namespace, subjects: Sequence[Subject], device: 
         for point in unseen_points(subject, arguments.unseen, sequence, tokens, seed=index)
     ]
     survey(benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=show("measuring"))
-    return [
-        compare(
-            subject,
-            [sample for sample in samples if sample.subject == index],
-            [sample for sample in hidden if sample.subject == index],
-            costs,
-            device.type,
-        )
-        for index, subject in enumerate(subjects)
-    ]
+    records, curves = [], []
+    for index, subject in enumerate(subjects):
+        seen = [sample for sample in samples if sample.subject == index]
+        curves.append(layer_curve(subject, seen, device.type, costs, 1))
+        records.append(compare(subject, curves[-1], [s for s in hidden if s.subject == index], costs))
+    return records, whole_models(arguments.model, curves, costs, device, arguments.rounds)
 
 
-def compare(
-    subject: Subject, seen: Sequence[Samples], hidden: Sequence[Samples], costs: dict[str, float], kind: str
-) -> dict[str, Any]:
-    curve = layer_curve(subject, seen, kind, costs, 1)
+def whole_models(
+    models: Sequence[str], curves: Sequence[LayerCurve], costs: dict[str, float], device: torch.device, rounds: int
+) -> list[dict[str, Any]]:
+    """For every model whose layers were all measured: all of it as one stage, beside the sum of its layers' curves."""
+    known = {curve.signature: curve for curve in curves}
+    records = []
+    for source in models:
+        model = open_model(source)
+        own = [known.get(signature(model.layer_graph(layer))) for layer in model.layers]
+        if None in own:
+            continue
+        stage = [StageLayer(layer.name, model.layer_graph(layer), layer.parameters) for layer in model.layers]
+        samples = [Samples(0, point) for point in WHOLE]
+        survey([StageBench(stage, curves[0].dtype, device)], samples, rounds, again=rounds)
+        points = []
+        for sample in samples:
+            each = [layer_times(curve, *sample.point) for curve in own if curve is not None]
+            predicted = {a: sum(getattr(t, field) for t in each) + costs.get(a, 0.0) for a, field in FIELDS.items()}
+            measured, spread = typical(sample.visits)
+            where = {"rows": sample.point.rows, "tokens": sample.point.tokens, "past": 0}
+            points.append(where | {"measured_s": measured, "spread": spread, "predicted_s": predicted})
+        record = {"model": source, "unseen": points}
+        records.append(record | {"errors": {a: describe(errors(record, a)) for a in (*FIELDS, "F+B")}})
+    return records
+
+
+def compare(subject: Subject, curve: LayerCurve, hidden: Sequence[Samples], costs: dict[str, float]) -> dict[str, Any]:
     points = []
     for sample in hidden:
         measured, spread = typical(sample.visits)
@@ -107,7 +135,7 @@ def compare(
     record = {
         "layer": subject.name,
         "dtype": subject.dtype,
-        "measured_points": len(seen),
+        "measured_points": len(curve.points),
         "fit_error": curve.fit_error,
         "unseen": points,
     }
@@ -155,13 +183,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.rounds = arguments.model or ["tiny"], 3
+    arguments.model = arguments.model or ["tiny", "gpt2"]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     device = choose_device(arguments.device, 0)
     dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    found, _ = subjects_of(arguments.model or ["tiny", "gpt2"], dtype)
+    found, _ = subjects_of(arguments.model, dtype)
     subjects = [subject for subject in found if re.search(arguments.layers, subject.name)]
     start = time.monotonic()
-    layers = measure(arguments, subjects, device)
+    layers, models = measure(arguments, subjects, device)
     total = [error for layer in layers for action in FIELDS for error in errors(layer, action)]
     result = {
         "provenance": provenance(),
@@ -173,10 +202,14 @@ def main() -> None:
         "error": f"(predicted - measured) / measured, or / {SHORT_S * 1e6:.0f} us for shorter actions",
         "overall": describe(total),
         "layers": layers,
+        "whole_models": models,
     }
     for layer in layers:
         by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in layer["errors"].items())
         print(f"{layer['layer']:24} {layer['measured_points']:2} points  {by_action}")
+    for record in models:
+        by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in record["errors"].items())
+        print(f"all of {record['model']:17} as a stage  {by_action}")
     print(f"all layers and actions at unseen points: mean {describe(total)['mean']:.1%}, max {max(total):.1%}")
     write_result(arguments.json, result)
 

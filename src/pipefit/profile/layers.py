@@ -66,13 +66,12 @@ class Samples:
         return own_times(self.visits, action)
 
 
-class LayerBench:
-    """One layer on one device, ready to be timed at any point. `copies` puts it several times behind itself."""
+class StageBench:
+    """Consecutive layers on one device, ready to be timed at any point."""
 
-    def __init__(self, subject: Subject, device: torch.device, copies: int = 1) -> None:
-        self.graph, self.device = subject.graph, device
-        self.dtype = getattr(torch, subject.dtype)
-        self.copies = copies
+    def __init__(self, layers: Sequence[StageLayer], dtype: str, device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.dtype = getattr(torch, dtype)
         self._programs: dict[int, StageProgram] = {}
 
     def visit(self, point: Point, window_s: float = WINDOW_S) -> Visit:
@@ -115,11 +114,7 @@ class LayerBench:
 
     def _program(self, slices: int) -> StageProgram:
         if slices not in self._programs:
-            layers = [
-                StageLayer(f"layer{i}", self.graph, {p.name: f"{i}.{p.name}" for p in self.graph.parameters})
-                for i in range(self.copies)
-            ]
-            program = StageProgram(layers, device=self.device, dtype=self.dtype, slices=slices)
+            program = StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=slices)
             wide = torch.promote_types(self.dtype, torch.float32)
             buffers = {}
             for name, parameter in program.parameters.items():
@@ -131,35 +126,37 @@ class LayerBench:
         return self._programs[slices]
 
     def _material(self, point: Point, start: int) -> tuple[dict[str, torch.Tensor], Feed]:
-        """Random inputs of the layer at a point, `start` tokens into their sequences."""
+        """Random inputs of the layers at a point, `start` tokens into their sequences."""
         shape = (point.rows, point.tokens)
         inputs: dict[str, torch.Tensor] = {}
-        feed = Feed(
-            rows=torch.arange(point.rows, device=self.device),
-            positions=torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous(),
-        )
-        for tensor in self.graph.inputs:
+        for tensor in self.layers[0].graph.inputs:
             if tensor.role == "activation":
                 name = "" if not inputs else tensor.name
                 sizes = [size if isinstance(size, int) else shape["BT".index(size)] for size in tensor.shape]
                 inputs[name] = torch.randn(sizes, device=self.device).to(self.dtype)
-            elif tensor.role == "positions":
-                feed.positions = (
-                    torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous()
-                )
-            elif tensor.role in ("tokens", "labels"):
-                setattr(feed, tensor.role, torch.randint(self._classes(tensor.role), shape, device=self.device))
-            else:
+        feed = Feed(
+            rows=torch.arange(point.rows, device=self.device),
+            positions=torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous(),
+        )
+        for role in {tensor.role for layer in self.layers for tensor in layer.graph.inputs}:
+            if role in ("tokens", "labels"):
+                setattr(feed, role, torch.randint(self._classes(role), shape, device=self.device))
+            elif role == "documents":
                 feed.documents = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return inputs, feed
 
     def _classes(self, role: str) -> int:
         """How many different tokens (rows of the embedding) or labels (columns of the logits) there are."""
+        graphs = [layer.graph for layer in self.layers if any(t.role == role for t in layer.graph.inputs)]
         if role == "labels":
-            return next(int(t.shape[-1]) for t in self.graph.inputs if t.role == "activation")
-        names = {tensor.name for tensor in self.graph.inputs if tensor.role == "tokens"}
-        weights = [op.inputs[1] for op in self.graph.operators if op.kind == "embedding" and op.inputs[0] in names]
-        return min((self.graph.parameter(weight).shape[0] for weight in weights), default=2)
+            return next(int(t.shape[-1]) for t in graphs[0].inputs if t.role == "activation")
+        found = [
+            graph.parameter(operator.inputs[1]).shape[0]
+            for graph in graphs
+            for operator in graph.operators
+            if operator.kind == "embedding" and operator.inputs[0] in {t.name for t in graph.inputs if t.role == role}
+        ]
+        return min(found, default=2)
 
     def _mark(self) -> Any:
         if self.device.type != "cuda":
@@ -185,8 +182,19 @@ class LayerBench:
         return stop[0] - start[0], stop[1] - start[1]
 
 
+class LayerBench(StageBench):
+    """One layer on one device. `copies` puts it several times behind itself."""
+
+    def __init__(self, subject: Subject, device: torch.device, copies: int = 1) -> None:
+        names = [parameter.name for parameter in subject.graph.parameters]
+        layers = [
+            StageLayer(f"layer{i}", subject.graph, {name: f"{i}.{name}" for name in names}) for i in range(copies)
+        ]
+        super().__init__(layers, subject.dtype, device)
+
+
 def survey(
-    benches: Sequence[LayerBench],
+    benches: Sequence[StageBench],
     samples: Sequence[Samples],
     rounds: int,
     *,
@@ -215,7 +223,7 @@ def survey(
                 progress(turn * len(samples) + done, rounds * len(samples))
 
 
-def feasible(benches: Sequence[LayerBench], samples: Sequence[Samples]) -> list[Samples]:
+def feasible(benches: Sequence[StageBench], samples: Sequence[Samples]) -> list[Samples]:
     """The points that fit into the device's memory, each visited once to see; their visits are thrown away (warm-up).
 
     Of a layer that ran out of memory at one point, points with as many tokens or more are not tried.
