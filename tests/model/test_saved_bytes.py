@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -45,6 +46,14 @@ class StorageWatch(TorchDispatchMode):
         return sum(
             size for key, (reference, size) in self.seen.items() if not reference.expired() and key not in left_out
         )
+
+
+@pytest.fixture(autouse=True)
+def only_new_objects_are_collected() -> Iterator[None]:
+    """A collection need not walk through all that torch and transformers have loaded."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @cache

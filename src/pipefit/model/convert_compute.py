@@ -61,10 +61,9 @@ def _last_only(shape: Sequence[Any], node: Any) -> None:
 
 @converts("aten.scaled_dot_product_attention")
 def _attention(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    q, k, v, mask, dropout, causal = [*args, *(None, 0.0, False)[len(args) - 3 :]][:6]
-    given = dict(kwargs)
-    mask, dropout = given.get("attn_mask", mask), given.get("dropout_p", dropout)
-    causal = given.get("is_causal", causal)
+    q, k, v = args[:3]
+    given = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)), **kwargs}
+    mask, dropout, causal = given.get("attn_mask"), given.get("dropout_p", 0.0), given.get("is_causal", False)
     if mask is not None:
         raise Unconvertible(f"attention with a mask (use is_causal, or a Leaf of kind attention){line_of(node)}")
     if dropout:
@@ -78,7 +77,10 @@ def _attention(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str
 
 @converts("aten.cross_entropy_loss")
 def _cross_entropy(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    logits, labels, weight, reduction, ignore, smoothing = [*args, *(None, 1, -100, 0.0)[len(args) - 2 :]]
+    logits, labels = args[:2]
+    names = ("weight", "reduction", "ignore_index", "label_smoothing")
+    given = {**dict(zip(names, args[2:], strict=False)), **kwargs}
+    reduction, ignore = given.get("reduction", 1), given.get("ignore_index", -100)
     if reduction != 2:
         raise ModelError(
             "A loss layer must return the sum over the labels, not the mean: the run divides by the labels of a step.",
@@ -86,7 +88,7 @@ def _cross_entropy(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping
             seen={0: "reduction='none'", 1: "reduction='mean'"}.get(reduction, str(reduction)),
             allowed="reduction='sum'",
         )
-    if weight is not None or smoothing:
+    if given.get("weight") is not None or given.get("label_smoothing"):
         raise Unconvertible(f"cross-entropy with class weights or label smoothing{line_of(node)}")
     return emitter.like(node, "cross_entropy", (emitter.value(logits), emitter.value(labels)), {"ignore_index": ignore})
 

@@ -91,7 +91,7 @@ def _edge(emitter: Emitter, edge: Any, default: Size, size: Size) -> Size:
     if isinstance(edge, int) and edge >= _MANY:
         return size
     if isinstance(size, int):
-        return min(size, edge + size if edge < 0 else edge)
+        return min(size, int(edge + size if edge < 0 else edge))
     if edge < 0:
         raise Unconvertible("a slice that ends before the last token")
     return int(edge)
