@@ -18,6 +18,10 @@ TERA = 1e12
 RESERVED_SHARE = 0.08
 """Share of the card's memory that the driver, the context and the allocator keep from a process: assumed."""
 
+OVERLAP = 0.8
+"""Share of a reduction beside a backward that costs the backward nothing: assumed. NCCL takes a few multiprocessors
+and some of the memory bandwidth from it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
@@ -77,6 +81,7 @@ def data_sheet_kind(name: str) -> tuple[DeviceKind, Link]:
             "bfloat16": sheet.bfloat16 * TERA,
         },
         memory_bandwidth_bytes_per_s=float(sheet.memory_gb_per_s * GB),
+        overlap=OVERLAP,
         provenance=Provenance(
             source="data-sheet", where=f"{sheet.source}; {RESERVED_SHARE:.0%} of the memory kept by the driver: assumed"
         ),

@@ -43,6 +43,9 @@ class DeviceKind:
     "Share of the peak that large matrix products reach; a data-sheet guess until it is measured."
     overhead_s: float = 5e-6
     "Time that issuing one operator costs."
+    overlap: float = 0.0
+    "Share of a gradient reduction beside a backward that does not slow the backward down: 0 where the cores that"
+    " compute also move the bytes (gloo)."
     provenance: Provenance = Provenance(source="data-sheet")
 
 

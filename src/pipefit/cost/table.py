@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 
 import numpy as np
 
@@ -16,17 +17,19 @@ from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_
 from pipefit.cost.curves import stage_overhead_s
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.network import Network
+from pipefit.cost.overlap import hidden_s
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import AxisName, Group, split
+from pipefit.model.graph import Graph
 
 ACTION_OVERHEAD_S = 20e-6
 """Assumed: what the interpreter of the run needs per action beside the operators."""
 
 NOTES = (
     "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
-    "reductions: ring or two-level all-reduce over the very group after the last backward (overlap not counted)",
+    "reductions: ring or two-level all-reduce over the very group, bucket by bucket",
     f"interpreter overhead {ACTION_OVERHEAD_S * 1e6:.0f} us an action: assumed",
     "static memory: parameters, gradients, AdamW state and 64 MiB of workspace (assumed) per device",
 )
@@ -52,10 +55,16 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         for stage in work.stages
     ]
     statics = lane_parts(work)
+    summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
+    hidden = [
+        reduce_hidden_s(stage, once, work, network, layers)
+        for stage, once in zip(work.stages, summed_s.tolist(), strict=True)
+    ]
     return CostTable(
         actions=_actions(costs),
         edges=tuple(_edge(edge, network) for edge in work.edges),
-        reduce_s=np.array([reduce_s(stage, work, network) for stage in work.stages]) + _tied_s(work, network),
+        reduce_s=summed_s + _tied_s(work, network),
+        reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
@@ -105,6 +114,21 @@ def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
         collective = reduce_scatter_s if stage.split_state else all_reduce_s
         total += collective(network, replica_rings(stage), max(stage.parameters.trainable) * width)
     return total
+
+
+def reduce_hidden_s(
+    stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
+) -> Mapping[str, float]:
+    """Seconds of the stage's reduction (`once_s`) that run beside its last backward, if that is a B or a W."""
+    share = min(network.kinds[device].overlap for device in stage.group.devices)
+    if not share or not once_s:
+        return {"B": 0.0, "W": 0.0}
+    by_place = list(_costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers))
+    each = [_worst(costs) for costs in zip(*by_place, strict=True)] if len(by_place) > 1 else by_place[0]
+    width = GRADIENT_BYTES[work.precision]
+    sizes = [max(_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
+    times = {"B": [cost.input_s + cost.weight_s for cost in each], "W": [cost.weight_s for cost in each]}
+    return {kind: share * hidden_s(once_s, list(zip(sizes, seconds, strict=True))) for kind, seconds in times.items()}
 
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
@@ -185,6 +209,10 @@ def _costs_by_place(
             )
             for graphs in stage.layers
         ]
+
+
+def _trainable(graph: Graph) -> int:
+    return sum(prod(map(int, one.shape)) for one in graph.parameters if one.trainable)
 
 
 def _worst(each: Sequence[LayerCost]) -> LayerCost:
@@ -286,4 +314,6 @@ def _provenance(network: Network) -> tuple[str, ...]:
         known = kind.provenance.source == "measured"
         how = "as measured layers reach it" if known else "assumed"
         notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
+        beside = f"{kind.overlap:.0%} of what runs beside the last backward is free" if kind.overlap else "none is free"
+        notes.append(f"reductions on {kind.name} beside a backward: {beside}: assumed")
     return tuple(notes)

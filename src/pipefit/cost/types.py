@@ -77,6 +77,9 @@ class CostTable:
     "Per lane: optimizer step, norm included."
     static_bytes: Array
     "Per lane: parameters, gradients, optimizer state, workspace."
+    reduce_hidden_s: Mapping[str, Array] = field(default_factory=dict)
+    "Keys B and W, the kind of a stage's last backward; per stage: the part of `reduce_s` that runs beside it. Empty:"
+    " reductions start when the last backward is over."
     overhead_s: float = 0.0
     "Added to every compute action: what the interpreter needs per action."
     notes: tuple[str, ...] = field(default=())

@@ -127,7 +127,11 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
     heads = np.concatenate(([0.0], np.cumsum(forward[:-1] + ahead)))
     tails = np.concatenate(([0.0], np.cumsum(backward[:-1] + back))) if facts.fused else np.zeros(stages)
     first = np.array([placement.index(lane) for lane in range(len(loads))])
-    reduced = heads + microbatches * (forward + backward) + costs.reduce_s
+    hidden = costs.reduce_hidden_s
+    left = costs.reduce_s
+    if hidden:
+        left = left - (hidden["B"] if facts.fused else np.maximum(hidden["B"], hidden["W"]))
+    reduced = heads + microbatches * (forward + backward) + left
     bound = max(float((heads[first] + microbatches * loads + tails[first]).max()), float(reduced.max()))
     if facts.fused:
         way = float(forward.sum() + backward.sum() + ahead.sum() + back.sum())

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipefit.cluster.kinds import OVERLAP
 from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LinkCurve, Measured, MemoryFact, RailCurve
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
-from pipefit.profile.facts import Member, Rates
+from pipefit.profile.facts import CPU, Member, Rates
 from pipefit.profile.links import Array, LinkSample, PairTimes, latency_and_bandwidth, pair_times
 
 ALIKE = 0.25
@@ -130,6 +131,7 @@ def _kinds(findings: Findings, names: Mapping[str, str], provenance: Provenance)
             memory_bandwidth_bytes_per_s=rates.memory_bandwidth_bytes_per_s,
             efficiency=1.0,
             overhead_s=rates.operator_s,
+            overlap=0.0 if member.kind.startswith(CPU) else OVERLAP,
             provenance=Provenance(
                 source="measured",
                 when=provenance.when,

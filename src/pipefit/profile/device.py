@@ -14,7 +14,7 @@ import torch
 
 from pipefit.cluster.spec import local
 from pipefit.profile.environment import cpu_model, fingerprint
-from pipefit.profile.facts import DTYPES, Member, Rates
+from pipefit.profile.facts import CPU, DTYPES, Member, Rates
 
 _SIZE = {"cpu": 768, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
@@ -28,7 +28,7 @@ def introduce(rank: int, local_rank: int, local_size: int, device: torch.device)
         kind, used = torch.cuda.get_device_name(device), total - free
         total = int(total)
     else:
-        kind, total = f"cpu {cpu_model()}", local(local_size).kinds["cpu"].memory_bytes
+        kind, total = f"{CPU}{cpu_model()}", local(local_size).kinds["cpu"].memory_bytes
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Member(
         rank=rank,

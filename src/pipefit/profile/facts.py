@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 DTYPES = ("float64", "float32", "bfloat16")
 
+CPU = "cpu "
+"""How the kind of a device begins that is a share of a host's cores."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:

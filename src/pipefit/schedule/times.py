@@ -69,12 +69,22 @@ def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
             tasks = graph.groups[code].tasks
             duration[tasks] = spread(graph, code, edge_table(matched, port))
             transit[tasks] = spread(graph, code, edge_table(matched, whole))
-    for code, once in ((REDUCE, costs.reduce_s), (GATHER, costs.gather_s)):
+    for code, once in ((REDUCE, left_to_reduce_s(graph, costs)), (GATHER, costs.gather_s)):
         rest = np.flatnonzero((graph.kind == code) & graph.plain)
         duration[rest] = once[graph.stage[rest]]
     steps = np.flatnonzero(graph.kind == STEP)
     duration[steps] = costs.step_s[graph.lane[steps]]
     return duration, transit
+
+
+def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Floats:
+    """Per stage, what is left of its reduction when its last backward, a B or a W, is over."""
+    if not costs.reduce_hidden_s:
+        return costs.reduce_s
+    parted = np.zeros(len(costs.reduce_s), dtype=np.bool_)
+    parted[graph.stage[graph.kind == W]] = True
+    left: Floats = costs.reduce_s - np.where(parted, costs.reduce_hidden_s["W"], costs.reduce_hidden_s["B"])
+    return left
 
 
 def spread(graph: TaskGraph, code: int, table: Floats) -> Floats:
