@@ -16,6 +16,7 @@ from pipefit.cost.table import layer_costs, state_share
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.layout import Group, split
+from pipefit.plan.balance import balanced, lane_times
 from pipefit.plan.bounds import flights
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.partition import partition
@@ -82,7 +83,8 @@ class Cutter:
         self._alike = len({kind.name for kind in network.kinds}) == 1
 
     def cut(self, job: Job, decisions: Decisions) -> Cut | None:
-        """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned.
+        """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned. Where lanes
+        hold several stages, a cut with a less busy lane (`plan/balance.py`), if it fits.
 
         None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
         does not fit.
@@ -249,7 +251,14 @@ def _best_cut(
         found = partition(times, likely, limits / np.array(turns))
     found = found or partition(times, _memory(rows, certain), limits)
     assert found is not None, "the memory test found a cut that fits"
-    return _cut_at(found, rows, held, placement)
+    cut = _cut_at(found, rows, held, placement)
+    if max(turns) == 1:
+        return cut
+    even = balanced(times, placement)
+    if lane_times(times, even, placement).max() >= lane_times(times, found, placement).max():
+        return cut
+    other = _cut_at(even, rows, held, placement)
+    return other if other.fits else cut
 
 
 def _memory(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:

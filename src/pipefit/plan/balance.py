@@ -1,0 +1,76 @@
+"""Evening out lanes that hold several stages: such a pipeline waits for its busiest lane.
+
+The cut starts with equal parts of the chain's time and then moves one layer at a time between neighbouring stages, as
+long as that lowers the sum of the squares of the lanes' times. A local search: nothing here claims to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.plan.partition import Array
+
+Ints = NDArray[np.int64]
+
+STAGE = 1e-3
+"""Weight of the stages' own squares beside the lanes': among equal lanes, equal stages."""
+
+
+def balanced(times_s: Array, placement: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries (0, cut, ..., layers) with even lanes. `times_s[s][l]` is the time of layer l on the devices of
+    stage s; `placement` gives each stage's lane."""
+    stages, layers = times_s.shape
+    sums = np.concatenate([np.zeros((stages, 1)), np.cumsum(times_s, axis=1)], axis=1)
+    whole = sums.mean(axis=0)
+    bounds = np.searchsorted(whole, whole[-1] * np.arange(stages + 1) / stages)
+    bounds = np.minimum(np.maximum(bounds, np.arange(stages + 1)), layers - np.arange(stages, -1, -1))
+    bounds = np.maximum.accumulate(bounds - np.arange(stages + 1)) + np.arange(stages + 1)
+    lanes = np.asarray(placement)
+    every = np.arange(stages)
+    for _ in range(stages * layers):
+        stage = sums[every, bounds[1:]] - sums[every, bounds[:-1]]
+        move, gain = _best_move(times_s, bounds, stage, _sums(lanes, stage), lanes)
+        if gain <= 1e-9 * float(stage.max()) ** 2:
+            break
+        bounds[abs(move)] += 1 if move > 0 else -1
+    return tuple(int(bound) for bound in bounds)
+
+
+def lane_times(times_s: Array, bounds: Sequence[int], placement: Sequence[int]) -> Array:
+    """The time of every lane under a cut."""
+    stage = [float(times_s[s, a:b].sum()) for s, (a, b) in enumerate(pairwise(bounds))]
+    return _sums(np.asarray(placement), stage)
+
+
+def _best_move(times_s: Array, bounds: Ints, stage: Array, lane: Array, lanes: Ints) -> tuple[int, float]:
+    """(boundary, negative to move it down, and what the sum of squares falls by) of the best single step."""
+    inner = np.arange(1, len(stage))
+    left, right = inner - 1, inner
+    best, best_gain = 1, 0.0
+    for sign in (1, -1):
+        giving, taking = (right, left) if sign > 0 else (left, right)
+        layer = bounds[inner] if sign > 0 else bounds[inner] - 1
+        allowed = bounds[giving + 1] - bounds[giving] > 1
+        gone, come = times_s[giving, layer % times_s.shape[1]], times_s[taking, layer % times_s.shape[1]]
+        apart = lanes[giving] != lanes[taking]
+        change = _square_change(lane[lanes[giving]], lane[lanes[taking]], gone, come) * apart
+        change = change + STAGE * _square_change(stage[giving], stage[taking], gone, come)
+        gains = np.where(allowed, -change, -np.inf)
+        top = int(gains.argmax())
+        if gains[top] > best_gain:
+            best, best_gain = sign * int(inner[top]), float(gains[top])
+    return best, best_gain
+
+
+def _sums(lanes: Ints, stage: Any) -> Array:
+    return np.bincount(lanes, weights=stage).astype(np.float64)
+
+
+def _square_change(giver: Array, taker: Array, gone: Array, come: Array) -> Array:
+    change: Array = (giver - gone) ** 2 - giver**2 + (taker + come) ** 2 - taker**2
+    return change
