@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,14 @@ from pipefit.errors import PipefitError, StalePlanError
 from pipefit.plan.check import save_plan
 from pipefit.run.fresh import check_cluster
 from pipefit.run.launch import launch_lines
+from pipefit.run.worker import StepResult
+
+
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """No launcher: the run is one process, this one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def invoke(*arguments: str) -> str:
@@ -138,10 +147,8 @@ def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
         ("last step", ("already at the last step", "give more steps")),
     ],
 )
-def test_mistakes_leave_files_as_they_were(tmp_path, monkeypatch, case, words):
+def test_mistakes_leave_files_as_they_were(tmp_path, alone, case, words):
     """One process, in this process: the message comes once, the code is 2, nothing is written."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     text = toys.write_text(tmp_path)
     path, one = toys.write_plan(tmp_path, microbatches=2)
     run = tmp_path / "run"
@@ -193,8 +200,29 @@ def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch)
     assert check_cluster(replace(one, hashes=replace(one.hashes, cluster="")), path) is None
 
 
-def train(plan: Path, text: Path, run: Path, *options: str) -> tuple[int, str]:
-    result = CliRunner().invoke(build_app(), toys.command(plan, text, run, *options, steps=1)[3:])
+@pytest.mark.parametrize(("every", "shortest_s"), [(1, 0.2), (2, 0.1)])
+def test_the_time_of_a_step_holds_the_wait_for_its_results(tmp_path, monkeypatch, alone, every, shortest_s):
+    """On a GPU a step returns when it is launched, and reading its loss waits until it is done."""
+    read = StepResult.read
+
+    def late(self):
+        time.sleep(0.2)
+        return read(self)
+
+    monkeypatch.setattr(StepResult, "read", late)
+    text = toys.write_text(tmp_path)
+    path, _ = toys.write_plan(tmp_path, microbatches=2)
+    assert train(path, text, tmp_path / "run", "--log-every", str(every), steps=4) == (0, "")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "step_s" in record]
+    assert [record["step"] for record in records] == list(range(every, 5, every))
+    for record in records:
+        assert record["step_s"] >= shortest_s
+        assert record["tps"] == pytest.approx(record["tokens"] / record["step_s"])
+
+
+def train(plan: Path, text: Path, run: Path, *options: str, steps: int = 1) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), toys.command(plan, text, run, *options, steps=steps)[3:])
     return result.exit_code, result.stderr
 
 

@@ -38,6 +38,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     step_s: float
+    "Mean of the steps since the last record, taken after their results were read: evaluations and saves not counted."
     tokens: int
     "Of the whole step."
     memory_bytes: int

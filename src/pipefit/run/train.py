@@ -35,7 +35,7 @@ from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
 from pipefit.run.state import MODEL, all_pieces, model_pieces
-from pipefit.run.worker import Worker
+from pipefit.run.worker import StepResult, Worker
 
 
 class Run:
@@ -63,43 +63,55 @@ class Run:
         peak = find_peak(self.world.device, self.plan.job.precision, self.world.local_size)
         if log is not None:
             log.say(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
+        since, steps = time.perf_counter(), 0
         for step in range(self.start, last):
-            began = time.perf_counter()
             self.worker.tracing = config.trace == step + 1
             try:
-                loss, norm, lr = self.step(step)
+                result = self.step(step)
             except Exception as error:
                 error.step = step  # type: ignore[attr-defined]
                 raise
-            if log is not None and ((step + 1) % config.log_every == 0 or step + 1 == last):
-                seconds = time.perf_counter() - began
+            done, steps = step + 1, steps + 1
+            if log is not None and (done % config.log_every == 0 or done == last):
+                # Reading waits for the device: a time taken earlier would be that of the launches alone.
+                loss, norm = result.read()
+                now = time.perf_counter()
                 log.step(
                     step_metrics(
-                        step=step + 1, loss=float(loss), grad_norm=float(norm), lr=lr, step_s=seconds,
+                        step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
                         tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
                         devices=len(self.plan.devices), peak=peak,
                         memory=memory_of(self.world.device, self.world.local_size),
                     )
                 )  # fmt: skip
-            if self.worker.tracing:
-                write_trace(self.worker, directory / "trace.json", self.world, step + 1, self.data_s)
-            done = step + 1
-            if done == last or (config.eval_every and done % config.eval_every == 0):
-                self.evaluate(done, log)
-            if done == last or (config.save_every and done % config.save_every == 0):
-                self.save(done, directory)
+                since, steps = now, 0
+            if self.after(step, log, directory):
+                since, steps = time.perf_counter(), 0
         save_final(self.worker, directory / "weights", self.world)
 
-    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """One step on the batch that the step plan gives it."""
+    def after(self, step: int, log: Log | None, directory: Path) -> bool:
+        """What stands between two steps: trace, evaluation, checkpoint. Whether there was any, which took time."""
+        config, done = self.config, step + 1
+        last = done == config.steps
+        evaluates = last or bool(config.eval_every and done % config.eval_every == 0)
+        saves = last or bool(config.save_every and done % config.save_every == 0)
+        if self.worker.tracing:
+            write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s)
+        if evaluates:
+            self.evaluate(done, log)
+        if saves:
+            self.save(done, directory)
+        return self.worker.tracing or evaluates or saves
+
+    def step(self, step: int) -> StepResult:
+        """One step on the batch that the step plan gives it; nothing waits for the device."""
         if self._fault is not None:
             self._fault.strike(self.world.rank, step)
         began = time.perf_counter()
         batch = step_plan(self.shape, self.corpus.rows, step)
         feeds = make_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
         self.data_s = time.perf_counter() - began
-        result = self.worker.step(feeds, step, batch.divisor)
-        return result.loss, result.grad_norm, result.lr
+        return self.worker.step(feeds, step, batch.divisor)
 
     def evaluate(self, step: int, log: Log | None) -> float | None:
         """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
