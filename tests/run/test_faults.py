@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import worker_plans as plans
 
 from pipefit.errors import RunError
 from pipefit.plan.types import LanePrediction, Prediction
+from pipefit.run.config import TrainConfig
 from pipefit.run.faults import (
     Monitor,
     dead_rank,
@@ -21,7 +23,10 @@ from pipefit.run.faults import (
     out_of_memory,
     verify_ranks,
 )
-from pipefit.run.launch import _judge
+from pipefit.run.launch import _judge, rank_token
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.setup import World
+from pipefit.run.train import other_corpus
 
 LIMIT_S = 60.0
 
@@ -96,8 +101,6 @@ def test_out_of_memory_stands_beside_the_prediction():
         parts={"activations": 2 << 30, "parameters": 1 << 30},
     )  # fmt: skip
     prediction = Prediction(step_s=1.0, compute_s=1.0, tokens_per_s=1.0, flops_per_step=1.0, lanes=(lane, lane))
-    from dataclasses import replace
-
     error = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: tried 99 bytes")
     assert is_out_of_memory(error) and is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("memory"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
@@ -121,10 +124,60 @@ def test_ranks_with_another_plan_are_named():
         store.set(f"pipefit/token/{rank}", token)
     with pytest.raises(RunError) as error:
         verify_ranks(store, 0, 4, "plan a", 5.0)
-    assert "another plan, model or software than the others: 2." in error.value.text()
+    assert "another plan, options or software than the others: 2." in error.value.text()
     assert "plan b on rank 2, plan a on rank 0" in error.value.text()
     with pytest.raises(RunError, match="than the others: 2"):
         verify_ranks(store, 3, 4, "plan a", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"optimizer": OptimizerConfig(lr=1e-2)}, "lr 0.01 on rank 1, lr 0.0003 on rank 0"),
+        ({"steps": 9, "keep": 2}, "keep 2, steps 9 on rank 1, keep 3, steps 4 on rank 0"),
+        ({"held_out": 8.0}, "held out 8.0 on rank 1, held out 0.01 on rank 0"),
+        ({"resume": "run"}, "resumes True on rank 1, resumes False on rank 0"),
+    ],
+)
+def test_ranks_with_other_options_are_named(options, seen):
+    one = plans.plan("llama", stages=2, microbatches=2)
+    config = TrainConfig(plan="p", run_dir="r", steps=4)
+    store = dist.HashStore()
+    store.set("pipefit/token/1", rank_token(one, replace(config, **options), 1))
+    with pytest.raises(RunError) as error:
+        verify_ranks(store, 0, 2, rank_token(one, config, 0), 5.0)
+    assert "another plan, options or software than the others: 1." in error.value.text()
+    assert f"seen: {seen}\n" in error.value.text() and "start all ranks with the same command" in error.value.text()
+
+
+def test_paths_may_differ_between_hosts():
+    one = plans.plan("llama", stages=2, microbatches=2)
+    config = TrainConfig(plan="p", run_dir="r", steps=4, weights="w")
+    there = TrainConfig(plan="a/p", cluster="c", run_dir="a/r", steps=4, weights="a/w", data=("a",), tokenizer="a/t")
+    assert rank_token(one, config, 0) == rank_token(one, there, 1)
+
+
+def test_ranks_with_another_corpus_are_named(monkeypatch):
+    """Rank 0 and rank 2 of a world whose other ranks have spoken already; both are told the same."""
+    store = dist.HashStore()
+    for rank, digest in ((1, "aaaa"), (2, "bbbb"), (3, "bbbb")):
+        store.set(f"pipefit/corpus/{rank}", digest)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, digest in ((0, "aaaa"), (2, "bbbb")):
+        monkeypatch.setenv("RANK", str(rank))
+        world = World(torch.device("cpu"))
+        world.store = store
+        with pytest.raises(RunError) as error:
+            world.agree("corpus", digest, other_corpus)
+        assert "These ranks read another corpus than rank 0: 2, 3." in error.value.text()
+        assert "seen: corpus bbbb on rank 2, aaaa on rank 0" in error.value.text()
+        assert "--data and --tokenizer" in error.value.text()
+    store.set("pipefit/other/1", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    same = World(torch.device("cpu"))
+    same.store = store
+    same.agree("other", "x", other_corpus)
 
 
 def test_ranks_that_never_start_are_named():
@@ -151,7 +204,7 @@ def test_the_launcher_names_the_rank_that_died_first():
     [
         ("kill@1,1", ("Rank 1 died", "SIGKILL")),
         ("oom@1,1", ("Device 1 ran out of memory", "lane 1, step 2", "injected: out of memory")),
-        ("plan@1", ("another plan, model or software than the others", "-other")),
+        ("plan@1", ("another plan, options or software than the others", "-other")),
     ],
 )
 def test_a_local_run_ends_with_one_message(tmp_path, fault, words):

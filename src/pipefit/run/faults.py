@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from pipefit.errors import PipefitError, RunError
@@ -76,12 +77,10 @@ class Monitor:
         """Tell all ranks that the run stops, and print the message unless another rank has: one copy in all."""
         with self._lock:
             self.fault = self.fault or error
-            record = {"what": error.what, "where": error.where, "seen": str(error.seen) if error.seen else None}
-            record |= {"allowed": error.allowed, "next_step": error.next_step}
             first = self._quietly(lambda: self._store.add(_CLAIM, 1) == 1, default=True)
             if first:
                 print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
-                self._quietly(lambda: self._store.set(_FAULT, json.dumps(record)))
+                self._quietly(lambda: self._store.set(_FAULT, json.dumps(as_record(error))))
 
     def linger(self) -> None:
         """Rank 0 may hold the store: it stays until the others have had time to read what happened."""
@@ -200,43 +199,64 @@ def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseExce
     )
 
 
+def compare_ranks(
+    store: Any,
+    name: str,
+    rank: int,
+    world: int,
+    text: str,
+    timeout_s: float,
+    judge: Callable[[list[str]], PipefitError | None],
+) -> None:
+    """Rank 0 reads the text of every rank and judges; all ranks raise what it found. A text not seen is empty."""
+    store.set(f"pipefit/{name}/{rank}", text)
+    if rank == 0:
+        texts = []
+        for other in range(world):
+            try:
+                store.wait([f"pipefit/{name}/{other}"], timedelta(seconds=timeout_s))
+            except RuntimeError:
+                texts.append("")
+                continue
+            texts.append(store.get(f"pipefit/{name}/{other}").decode())
+        fault = judge(texts)
+        store.set(f"pipefit/{name}/verdict", json.dumps(None if fault is None else as_record(fault)))
+    store.wait([f"pipefit/{name}/verdict"], timedelta(seconds=2 * timeout_s))
+    record = json.loads(store.get(f"pipefit/{name}/verdict").decode())
+    if record is not None:
+        raise RunError(record.pop("what"), **record)
+
+
 def verify_ranks(store: Any, rank: int, world: int, token: str, timeout_s: float) -> None:
-    """All ranks must present the same token (plan hash, model hash, versions). RunError naming those that differ.
+    """All ranks must present the same token (parts divided by ", "). RunError naming those that differ, and the parts.
 
     Every rank writes its token; rank 0 reads all, and its verdict goes back to everyone.
     """
-    from datetime import timedelta
+    compare_ranks(store, "token", rank, world, token, timeout_s, lambda tokens: _judge_tokens(tokens, timeout_s))
 
-    store.set(f"pipefit/token/{rank}", token)
-    if rank == 0:
-        tokens = []
-        for other in range(world):
-            try:
-                store.wait([f"pipefit/token/{other}"], timedelta(seconds=timeout_s))
-            except RuntimeError:
-                tokens.append("")
-                continue
-            tokens.append(store.get(f"pipefit/token/{other}").decode())
-        store.set("pipefit/verdict", json.dumps(tokens))
-    store.wait(["pipefit/verdict"], timedelta(seconds=2 * timeout_s))
-    tokens = json.loads(store.get("pipefit/verdict").decode())
+
+def _judge_tokens(tokens: list[str], timeout_s: float) -> RunError | None:
     missing = [i for i, other in enumerate(tokens) if not other]
     if missing:
-        raise RunError(
-            f"These ranks did not start: {_names(missing)}.",
+        return RunError(
+            f"These ranks did not start: {name_ranks(missing)}.",
             where="start of the run",
-            seen=f"{world - len(missing)} of {world} ranks within {timeout_s:g} s",
+            seen=f"{len(tokens) - len(missing)} of {len(tokens)} ranks within {timeout_s:g} s",
         )
     common = max(set(tokens), key=lambda value: (tokens.count(value), value == tokens[0]))
     differing = [i for i, other in enumerate(tokens) if other != common]
-    if differing:
-        raise RunError(
-            f"These ranks have another plan, model or software than the others: {_names(differing)}.",
-            where="start of the run",
-            seen=f"{tokens[differing[0]]} on rank {differing[0]}, {common} on rank {tokens.index(common)}",
-            allowed="the same plan file, model and package versions on all hosts (plan/model/versions)",
-            next_step="copy the plan file to all hosts, or keep it in a folder that they share",
-        )
+    if not differing:
+        return None
+    first, usual = tokens[differing[0]].split(", "), common.split(", ")
+    odd = ", ".join(part for part in first if part not in usual) or "less"
+    instead = ", ".join(part for part in usual if part not in first) or "less"
+    return RunError(
+        f"These ranks have another plan, options or software than the others: {name_ranks(differing)}.",
+        where="start of the run",
+        seen=f"{odd} on rank {differing[0]}, {instead} on rank {tokens.index(common)}",
+        allowed="the same plan file, options and package versions on all hosts; paths may differ",
+        next_step="start all ranks with the same command, and the plan from a folder that they share",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +289,14 @@ def injected() -> Injected | None:
     return Injected(kind, int(rank), int(step or 0))
 
 
+def as_record(error: PipefitError) -> dict[str, str | None]:
+    """The parts of an error as plain JSON, to be told on another rank."""
+    seen = None if error.seen is None else str(error.seen)
+    return {
+        "what": error.what, "where": error.where, "seen": seen, "allowed": error.allowed, "next_step": error.next_step,
+    }  # fmt: skip
+
+
 def _read_fault(store: Any) -> PipefitError:
     record = json.loads(store.get(_FAULT).decode())
     return RunError(record.pop("what"), **record)
@@ -283,7 +311,8 @@ def _store_gone(error: RuntimeError) -> RunError:
     )
 
 
-def _names(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
+    """`1, 2, 5`; of many the first eight."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from pipefit import __version__
+from pipefit import __version__, codec
 from pipefit.errors import ClusterError, PipefitError, RunError
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
@@ -89,7 +89,7 @@ def run_rank(plan: Plan, config: TrainConfig) -> int:
             )
         world.connect()
         if world.store is not None:
-            verify_ranks(world.store, world.rank, world.size, _token(plan, world.rank), START_TIMEOUT_S)
+            verify_ranks(world.store, world.rank, world.size, rank_token(plan, config, world.rank), START_TIMEOUT_S)
         world.start(config.timeout_s, config.transfer_timeout_s)
         from pipefit.run.train import train
 
@@ -158,11 +158,19 @@ srun {torchrun}
 """
 
 
-def _token(plan: Plan, rank: int) -> str:
-    """What all ranks must agree on: plan, package versions."""
+_LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "resume", "weights")
+"""Options that are places on a host: their contents are compared, not their names."""
+
+
+def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
+    """What all ranks must agree on: plan, package versions, and every option that is not a place on a host."""
     fault = injected()
     odd = "-other" if fault is not None and fault.kind == "plan" and fault.rank == rank else ""
-    return f"plan {plan.hash}{odd}, pipefit {__version__}, torch {torch.__version__}"
+    options = {key: value for key, value in codec.to_data(config).items() if key not in _LOCAL}
+    options |= options.pop("optimizer")
+    options |= {"steps": config.steps, "resumes": bool(config.resume), "with weights": bool(config.weights)}
+    words = [f"{key.replace('_', ' ')} {value}" for key, value in sorted(options.items())]
+    return ", ".join([f"plan {plan.hash}{odd}", f"pipefit {__version__}", f"torch {torch.__version__}", *words])
 
 
 def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> int:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from pipefit.errors import PipefitError, RunError
 from pipefit.run.comms import backend_for
-from pipefit.run.faults import Monitor
+from pipefit.run.faults import Monitor, as_record, compare_ranks
 
 _SHARED = "pipefit/shared/{}"
+_PREPARE_S = 6 * 3600.0
+"""How long ranks wait for what another prepares: tokenising a large corpus takes hours."""
 
 
 class World:
@@ -65,6 +67,17 @@ class World:
         host = self.rank - self.local_rank
         self._shared(f"host/{host}", self.local_rank == 0, lambda: str(bool(work() or True)))
 
+    def agree(self, name: str, text: str, differ: Callable[[list[int], str], PipefitError]) -> None:
+        """Every rank must have the same text as rank 0, or all raise `differ(ranks, what was seen on both sides)`."""
+        if self.size == 1:
+            return
+
+        def judge(texts: list[str]) -> PipefitError | None:
+            odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
+            return differ(odd, f"{texts[odd[0]]} on rank {odd[0]}, {texts[0]} on rank 0") if odd else None
+
+        compare_ranks(self.store, name, self.rank, self.size, text, _PREPARE_S, judge)
+
     def stop(self) -> None:
         """Leave: the heartbeat ends as meant, the process group is given up."""
         if self.monitor is not None:
@@ -80,12 +93,12 @@ class World:
             try:
                 self.store.set(key, json.dumps({"good": make()}))
             except PipefitError as error:
-                self.store.set(key, json.dumps({"bad": _as_data(error)}))
+                self.store.set(key, json.dumps({"bad": as_record(error)}))
                 raise
             except BaseException as error:
                 self.store.set(key, json.dumps({"bad": {"what": f"Rank {self.rank} failed: {error!r}"}}))
                 raise
-        self.store.wait([key], timedelta(hours=6))
+        self.store.wait([key], timedelta(seconds=_PREPARE_S))
         answer = json.loads(self.store.get(key).decode())
         if "bad" in answer:
             raise RunError(answer["bad"].pop("what"), **answer["bad"])
@@ -119,14 +132,3 @@ def under_torchrun() -> bool:
 def run_id() -> str:
     """A name for a rendezvous that no other run uses."""
     return f"pipefit-{uuid.uuid4().hex[:12]}"
-
-
-def _as_data(error: PipefitError) -> dict[str, str | None]:
-    seen = None if error.seen is None else str(error.seen)
-    return {
-        "what": error.what,
-        "where": error.where,
-        "seen": seen,
-        "allowed": error.allowed,
-        "next_step": error.next_step,
-    }

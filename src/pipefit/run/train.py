@@ -28,7 +28,7 @@ from pipefit.run import checkpoint
 from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig
-from pipefit.run.faults import injected
+from pipefit.run.faults import injected, name_ranks
 from pipefit.run.feeds import evaluation_feeds, make_feeds
 from pipefit.run.fresh import check_cluster
 from pipefit.run.initial import Value
@@ -47,6 +47,7 @@ class Run:
         world.from_rank_0("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
         self.model = shared_model(plan, world)
         self.corpus = shared_corpus(plan, config, world)
+        world.agree("corpus", self.corpus.digest, other_corpus)
         value = weights_value(plan, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
         self.shape = batch_shape(plan)
@@ -67,7 +68,7 @@ class Run:
         for step in range(self.start, last):
             self.worker.tracing = config.trace == step + 1
             try:
-                result = self.step(step)
+                result = StepResult(*self.step(step))
             except Exception as error:
                 error.step = step  # type: ignore[attr-defined]
                 raise
@@ -103,15 +104,16 @@ class Run:
             self.save(done, directory)
         return self.worker.tracing or evaluates or saves
 
-    def step(self, step: int) -> StepResult:
-        """One step on the batch that the step plan gives it; nothing waits for the device."""
+    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """(loss, gradient norm, learning rate) of a step on its own batch; nothing waits for the device."""
         if self._fault is not None:
             self._fault.strike(self.world.rank, step)
         began = time.perf_counter()
         batch = step_plan(self.shape, self.corpus.rows, step)
         feeds = make_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
         self.data_s = time.perf_counter() - began
-        return self.worker.step(feeds, step, batch.divisor)
+        result = self.worker.step(feeds, step, batch.divisor)
+        return result.loss, result.grad_norm, result.lr
 
     def evaluate(self, step: int, log: Log | None) -> float | None:
         """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
@@ -202,6 +204,17 @@ def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
     request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary)
     world.first_here(lambda: prepare(request))
     return open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
+
+
+def other_corpus(ranks: list[int], seen: str) -> RunError:
+    """The message for ranks whose text or tokenizer is not rank 0's."""
+    return RunError(
+        f"These ranks read another corpus than rank 0: {name_ranks(ranks)}.",
+        where="--data and --tokenizer",
+        seen=f"corpus {seen}",
+        allowed="the same text, in the same order, and the same tokenizer on all hosts",
+        next_step="copy the text to all hosts, or name a folder that they share",
+    )
 
 
 def weights_value(plan: Plan, directory: str) -> Value:
