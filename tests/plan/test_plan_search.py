@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import accumulate
+from operator import sub
 
 import pytest
 from plan_toys import toy_cluster, toy_model
@@ -13,12 +15,14 @@ from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.bounds import facts_of, flights, table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.closest import least_missing_bytes
 from pipefit.plan.make import make_plan
 from pipefit.plan.search import Evaluated, _Candidate, _Search, evaluate, search
 from pipefit.plan.space import space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import Problem
+from pipefit.units import format_bytes
 
 JOB = Job(batch=8, sequence=512)
 
@@ -173,6 +177,32 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_and_what_would_fit() -> 
     assert "try: use 2 times as many devices like these" in text
     grown = make_plan(toy_model(6), little_memory(2, beyond=45_000), Job(batch=8, sequence=4))
     assert len(grown.devices) > 1, "and with them a plan fits"
+
+
+@pytest.mark.parametrize("name", ["uniform", "mixed"])
+@pytest.mark.parametrize(
+    "pins", [{}, {"cuts": (1, 4)}, {"recompute": ("full", "none")}], ids=["free", "cuts", "recompute"]
+)
+def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, pins: dict[str, object]) -> None:
+    """Against the leanest cut of every candidate of the space."""
+    cluster = toy_cluster(1, 8) if name == "uniform" else mixed()
+    kinds = {key: replace(kind, memory_bytes=WORKSPACE_BYTES + 1_000) for key, kind in cluster.kinds.items()}
+    bench, job = Workbench(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
+    every = [
+        bench.cutter.leanest(job, decisions)
+        for decisions in space(job, 9, bench.network.devices, len(cluster.hosts), pins)
+    ]
+    missing = [max(map(sub, cut.floor_bytes, cut.limit_bytes)) for cut in every]
+    found = search(bench, job, pins)
+    assert not found.fitting and found.unfit == len(every) > 10 and len({*missing}) > 3
+    assert min(one.peak_bytes - one.limit_bytes for one in found.misfits) == min(missing) > 0
+    bounds = [
+        least_missing_bytes(bench.cutter, job, one)
+        for one in space(job, 9, bench.network.devices, len(cluster.hosts), pins)
+    ]
+    assert all(bound <= exact for bound, exact in zip(bounds, missing, strict=True))
+    with pytest.raises(DoesNotFitError, match=re.escape(f"{format_bytes(min(missing))} are missing")):
+        make_plan(bench.model, bench.cluster, job, pins)
 
 
 def test_the_suggested_change_really_fits() -> None:

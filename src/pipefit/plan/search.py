@@ -22,6 +22,8 @@ from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import any_cut_bound_s, chain_bound_s, facts_of, order_floor_bytes, table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.closest import closest
+from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.predict import Simulation, lane_limits
@@ -103,7 +105,7 @@ class Found:
     fitting: tuple[Evaluated, ...]
     "Simulated and fitting, the best first; empty where nothing fits."
     misfits: tuple[Misfit, ...]
-    "Of what did not fit the most telling ones, the fastest first."
+    "Of what did not fit the most telling ones, the fastest first; the closest of all where nothing fits."
     unfit: int
     "How many candidates that were looked at did not fit."
     lower_bound_s: float
@@ -163,7 +165,7 @@ class _Search:
         bounds = [self.explore(candidates) for candidates in (fused, others) if candidates]
         if self.refused and not self.fitting and not self.misfits and not self.unfit:
             raise self.refused[0]
-        misfits = self.misfits + [self._misfit(bound_s, choice) for bound_s, choice in self._telling()]
+        misfits = self.misfits + list(self._telling())
         misfits.sort(key=lambda misfit: (misfit.bound_s, misfit.peak_bytes))
         return Found(
             fitting=tuple(self.fitting),
@@ -198,32 +200,24 @@ class _Search:
                 self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
         return lower_bound_s, heap[0][0] if heap else float("inf")
 
-    def _telling(self) -> Iterator[tuple[float, Decisions]]:
-        """The candidates that cannot fit and are worth telling of: of the fastest ones the leanest of each
-        grid of devices; where nothing fits, those that need least."""
+    def _telling(self) -> Iterator[Misfit]:
+        """The candidates that no cut makes fit and are worth telling of: of the fastest ones the leanest of each
+        grid of devices; where nothing fits, the one that lacks least."""
+        cutter = self.bench.cutter
         if not self.fitting:
-            lean = heapq.nsmallest(
-                MISFITS, self.unfit, key=lambda item: self.bench.cutter.least_bytes(self.job, item[2])
-            )
-            yield from ((bound_s, decisions) for bound_s, _, decisions in lean)
+            found = closest(cutter, self.job, [decisions for _, _, decisions in self.unfit])
+            if found is not None:
+                bound_s, _, decisions = self.unfit[found[0]]
+                yield _misfit(bound_s, decisions, found[1])
             return
         leanest: dict[tuple[int, int], tuple[float, float, Decisions]] = {}
         for bound_s, _, decisions in heapq.nsmallest(64 * MISFITS, self.unfit):
             grid = (len(decisions.replicas), decisions.stage_count)
-            need = self.bench.cutter.least_bytes(self.job, decisions)
+            need = cutter.least_bytes(self.job, decisions)
             if grid not in leanest or need < leanest[grid][0]:
                 leanest[grid] = (need, bound_s, decisions)
-        yield from ((bound_s, decisions) for _, bound_s, decisions in list(leanest.values())[:MISFITS])
-
-    def _misfit(self, bound_s: float, decisions: Decisions) -> Misfit:
-        cut = self.bench.cutter.cut(self.job, decisions) or self.bench.cutter.leanest(self.job, decisions)
-        return Misfit(
-            decisions=replace(decisions, cuts=cut.cuts),
-            bound_s=bound_s,
-            peak_bytes=cut.floor_bytes[cut.fullest],
-            limit_bytes=cut.limit_bytes[cut.fullest],
-            lane=cut.fullest,
-        )
+        for _, bound_s, decisions in list(leanest.values())[:MISFITS]:
+            yield _misfit(bound_s, decisions, cutter.cut(self.job, decisions) or cutter.leanest(self.job, decisions))
 
     def even_bound_s(self, decisions: Decisions) -> float:
         floor = self.bench.cutter.floor_s(self.job, decisions)
@@ -286,6 +280,11 @@ class _Search:
             return
         bound_s = max(bound_s, found.step_s)
         self.misfits.append(Misfit(found.decisions, bound_s, found.peak_bytes, found.limit_bytes, found.worst_lane))
+
+
+def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:
+    lane = cut.fullest
+    return Misfit(replace(decisions, cuts=cut.cuts), bound_s, cut.floor_bytes[lane], cut.limit_bytes[lane], lane)
 
 
 def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:

@@ -1,0 +1,50 @@
+"""Of candidates that fit nowhere, the one that lacks least: best first, by a bound that needs no cut."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+
+from pipefit.plan.bounds import flights
+from pipefit.plan.cut import Cut, Cutter
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.types import Job
+
+
+def closest(cutter: Cutter, job: Job, choices: Iterable[Decisions]) -> tuple[int, Cut] | None:
+    """(index of the choice, its leanest cut) whose fullest lane lacks the fewest bytes; the first of equal ones.
+
+    Exact over the closed form of the leanest cut of every choice: the bounds only spare cuts. None without choices.
+    """
+    choices = list(choices)
+    heap = [(least_missing_bytes(cutter, job, choice), index) for index, choice in enumerate(choices)]
+    heapq.heapify(heap)
+    best: tuple[float, int, Cut] | None = None
+    while heap and (best is None or heap[0][0] <= best[0]):
+        _, index = heapq.heappop(heap)
+        cut = cutter.leanest(job, choices[index])
+        missing = missing_bytes(cut)
+        if best is None or (missing, index) < best[:2]:
+            best = missing, index, cut
+    return None if best is None else (best[1], best[2])
+
+
+def missing_bytes(cut: Cut) -> float:
+    """What the fullest lane of a cut needs at least beyond its memory; below zero where it has some left."""
+    return cut.floor_bytes[cut.fullest] - cut.limit_bytes[cut.fullest]
+
+
+def least_missing_bytes(cutter: Cutter, job: Job, decisions: Decisions) -> float:
+    """No cut of these decisions lacks less: the lanes' equal parts of what stays, and, with one stage a lane, of what
+    the fewest microbatches in flight keep, less the memory of the largest device."""
+    rows = list({id(row): row for row in cutter.rows(job, decisions)}.values())
+    lanes = decisions.lanes
+    need = float(np.minimum.reduce([row.static_bytes for row in rows]).sum())
+    if decisions.stage_count == lanes:
+        held = (
+            1 if decisions.slices else min(flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches))
+        )
+        need += held * float(np.minimum.reduce([row.saved_bytes for row in rows]).sum())
+    return need / lanes - max(row.limit_bytes for row in rows)
