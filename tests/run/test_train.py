@@ -135,7 +135,11 @@ def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("another run", ("The folder holds another run", "--resume")),
+        ("another run", ("The folder holds another run", "no checkpoint to continue from", "delete this one")),
+        ("run with checkpoints", ("The folder holds another run", "seen: checkpoints", "continue it with --resume")),
+        ("other run resumed", ("another run than the one to continue", "seen: --resume", "give another folder")),
+        ("own files", ("not empty, and what it holds is no run", "seen: config.json, notes", "new or empty folder")),
+        ("a file", ("The run's folder is a file", "give a folder")),
         ("no checkpoint", ("There is no checkpoint here",)),
         ("no text", ("corpus is empty", "name files or folders that hold text")),
         ("no weights", ("There are no weights here",)),
@@ -156,6 +160,14 @@ def test_mistakes_leave_files_as_they_were(tmp_path, alone, case, words):
     if case == "another run":
         run.mkdir()
         (run / "metrics.jsonl").write_text("old\n")
+    elif case == "run with checkpoints":
+        (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    elif case == "own files":
+        run.mkdir()
+        (run / "config.json").write_text('{"model_type": "llama"}')
+        (run / "notes").write_text("mine")
+    elif case == "a file":
+        run.write_text("mine")
     elif case == "no checkpoint":
         options = ["--resume", str(tmp_path / "nothing")]
     elif case == "no text":
@@ -173,6 +185,9 @@ def test_mistakes_leave_files_as_they_were(tmp_path, alone, case, words):
     else:
         assert train(path, text, tmp_path / "first")[0] == 0
         options = ["--resume", str(tmp_path / "first")]
+        if case == "other run resumed":
+            run.mkdir()
+            (run / "metrics.jsonl").write_text("other\n")
         if case == "another seed":
             save_plan(replace(one, job=replace(one.job, seed=9)), path)
     before = _files(tmp_path)
@@ -198,6 +213,22 @@ def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch)
     assert check_cluster(here, path) == local(2), "its figures follow the clock: not compared"
     assert check_cluster(replace(one, cluster=""), path) is None
     assert check_cluster(replace(one, hashes=replace(one.hashes, cluster="")), path) is None
+
+
+def test_a_start_that_failed_does_not_block_the_next_one(tmp_path, monkeypatch, alone):
+    """Its folder has config.json and empty metrics; the plan may lie in it, and a resume goes on there."""
+    run = tmp_path / "run"
+    run.mkdir()
+    text = toys.write_text(tmp_path)
+    path, _ = toys.write_plan(run, microbatches=2)
+    monkeypatch.setenv("PIPEFIT_FAULT", "oom@0,0")
+    code, err = train(path, text, run)
+    assert code == 2 and "ran out of memory" in err
+    assert (run / "config.json").exists() and (run / "metrics.jsonl").read_text() == ""
+    monkeypatch.delenv("PIPEFIT_FAULT")
+    assert train(path, text, run) == (0, "")
+    assert train(path, text, run, "--resume", str(run), steps=2) == (0, "")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4, "two steps, two evaluations"
 
 
 @pytest.mark.parametrize(("every", "shortest_s"), [(1, 0.2), (2, 0.1)])

@@ -8,7 +8,6 @@ prepares the corpus.
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig
 from pipefit.run.faults import injected, name_ranks
 from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.folder import check_run_dir, open_run_dir
 from pipefit.run.fresh import check_cluster
 from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
@@ -277,52 +277,9 @@ def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: flo
         path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
-def open_run_dir(config: TrainConfig, plan: Plan, device: torch.device) -> Path:
-    """The run's folder with config.json, plan.json, environment.json and, where it can still be had, cluster.json.
-
-    RunError if another run's metrics are there already.
-    """
-    directory = Path(config.run_dir)
-    if (directory / "metrics.jsonl").exists() and not config.resume:
-        raise RunError(
-            "The folder holds another run.",
-            where=str(directory),
-            seen="metrics.jsonl",
-            next_step=f"continue it with --resume {directory}, or give another folder with -o",
-        )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(codec.dump_text(config), encoding="utf-8")
-        (directory / "plan.json").write_text(codec.dump_text(plan), encoding="utf-8")
-        (directory / "environment.json").write_text(codec.dump_text(environment(device)), encoding="utf-8")
-        keep_cluster(plan, config, directory)
-    except OSError as error:
-        raise RunError("The run's folder cannot be written.", where=str(directory), seen=error) from None
-    return directory
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """What the run runs on, as its report shows it: software, and the machine of rank 0."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {
-        "pipefit": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": name,
-        "host": platform.node(),
-        "system": platform.platform(),
-    }
-
-
-def keep_cluster(plan: Plan, config: TrainConfig, directory: Path) -> None:
-    """Put the plan's cluster beside it, so that the folder tells all of the run; nothing if it is not known."""
-    cluster = check_cluster(plan, config.plan, config.cluster)
-    if cluster is not None and codec.digest(cluster) == plan.hashes.cluster:
-        (directory / "cluster.json").write_text(codec.dump_text(cluster), encoding="utf-8")
-
-
 def train(plan: Plan, config: TrainConfig, world: World) -> None:
     """Everything that one rank does."""
+    world.from_rank_0("folder", lambda: str(check_run_dir(config)))
     run = Run(plan, config, world)
     world.from_rank_0("directory", lambda: str(open_run_dir(config, plan, world.device)))
     directory = Path(config.run_dir)
