@@ -198,6 +198,28 @@ def test_mistakes_leave_files_as_they_were(tmp_path, alone, case, words):
     assert _files(tmp_path) == before
 
 
+@pytest.mark.parametrize("where", ["directory", "file", "weights"])
+def test_a_model_that_changed_since_the_plan_is_refused(tmp_path, alone, where):
+    """The plan holds the model's description: its directory is compared all the same, and that of the weights."""
+    text = toys.write_text(tmp_path)
+    path, one = toys.write_plan(tmp_path, microbatches=2)
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(dict(one.model.config)))
+    name = {"directory": str(source), "file": str(source / "config.json"), "weights": "gone"}[where]
+    save_plan(replace(one, model=replace(one.model, name=name)), path)
+    if where != "weights":
+        assert train(path, text, tmp_path / "first") == (0, "")
+    changed = dict(one.model.config) | {"rope_theta": 5e5, "bos_token_id": 7}
+    (source / "config.json").write_text(json.dumps(changed))
+    options = ("--weights", str(source)) if where == "weights" else ()
+    code, err = train(path, text, tmp_path / "run", *options)
+    assert code == 2 and not (tmp_path / "run").exists()
+    what = "weights are of another model" if where == "weights" else "The plan is stale: the model changed"
+    assert what in err and "seen: rope_theta 500000.0\n" in err and "allowed: rope_theta 10000.0, as in the plan" in err
+    assert str(source) in err and err.count("pipefit: ") == 1
+
+
 def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch):
     path, one = toys.write_plan(tmp_path, microbatches=2)
     cluster = parse_spec("2xA100-80")

@@ -15,6 +15,7 @@ from pipefit.errors import PlanError, StalePlanError
 from pipefit.layout import Box, Group, holding, parse_form
 from pipefit.model.graph import Model, Module, size_value
 from pipefit.model.registry import build_layers
+from pipefit.plan.length import length_problems
 from pipefit.plan.sharded import LayerProgram, Programs, program_hash
 from pipefit.plan.types import Edge, Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
@@ -70,6 +71,8 @@ def build_worker(
     run, and StalePlanError if the model's programs are not those that the plan was made for.
     """
     check_runnable(plan)
+    for error in length_problems(plan, model):
+        raise error
     place = place_of(plan, comms.rank, torch_device)
     programs_of = stage_programs(plan, model)
     make_groups(plan, model, comms)

@@ -1,4 +1,4 @@
-"""Whether the cluster that a plan was made for still is what it was, looked at before a run starts.
+"""Whether the cluster and the model that a plan was made for still are what they were, looked at before a run starts.
 
 Clusters of this machine (`local:N`) are not compared: their figures are guesses that follow the clock and the memory
 limit of the moment, and a plan for N processes runs wherever N processes can be started.
@@ -6,10 +6,14 @@ limit of the moment, and a plan for N processes runs wherever N processes can be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from pipefit import codec
 from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
 from pipefit.errors import StalePlanError
+from pipefit.model.registry import Described, builtin_names, resolve
 from pipefit.plan.check import check_fresh
 from pipefit.plan.types import Plan
 
@@ -39,3 +43,30 @@ def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster
     cluster = open_cluster(text)
     check_fresh(plan, cluster=cluster)
     return cluster
+
+
+def check_model(plan: Plan, weights: str = "") -> None:
+    """The model's own directory or file, and the config.json of the weights, must describe the model of the plan.
+
+    What is not on this host is not looked at: the plan has all that the model needs. Raises StalePlanError naming the
+    fields that differ; ModelError or FormatError where a configuration cannot be read.
+    """
+    path = Path(plan.model.name)
+    if plan.model.name not in builtin_names() and (path.is_file() or (path / "config.json").is_file()):
+        _compare(plan, resolve(plan.model.name), "The plan is stale: the model changed since it was made.", str(path))
+    if weights and (Path(weights) / "config.json").is_file():
+        _compare(plan, resolve(weights), "The weights are of another model than the plan.", f"--weights {weights}")
+
+
+def _compare(plan: Plan, found: Described, what: str, where: str) -> None:
+    then: Mapping[str, Any] = {"family": plan.model.family, **codec.to_data(plan.model.config)}
+    now: Mapping[str, Any] = {"family": found.family, **codec.to_data(found.config)}
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if names:
+        raise StalePlanError(
+            what,
+            where=where,
+            seen=", ".join(f"{name} {now.get(name)}" for name in names[:4]),
+            allowed=", ".join(f"{name} {then.get(name)}" for name in names[:4]) + ", as in the plan",
+            next_step="make the plan again with `pipefit plan`, or give the model that it was made for",
+        )

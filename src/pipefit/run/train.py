@@ -30,7 +30,7 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.faults import injected, name_ranks
 from pipefit.run.feeds import evaluation_feeds, make_feeds
 from pipefit.run.folder import check_run_dir, open_run_dir
-from pipefit.run.fresh import check_cluster
+from pipefit.run.fresh import check_cluster, check_model
 from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
@@ -45,6 +45,7 @@ class Run:
         self.plan, self.config, self.world = plan, config, world
         optimizer = config.optimizer if config.optimizer.steps else replace(config.optimizer, steps=config.steps)
         world.from_rank_0("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
+        world.from_rank_0("sources", lambda: str(check_model(plan, config.weights)))
         self.model = shared_model(plan, world)
         self.corpus = shared_corpus(plan, config, world)
         world.agree("corpus", self.corpus.digest, other_corpus)
