@@ -258,7 +258,11 @@ def _best_cut(
     if lane_times(times, even, placement).max() >= lane_times(times, found, placement).max():
         return cut
     other = _cut_at(even, rows, held, placement)
-    return other if other.fits else cut
+    return other if other.fits and _slowest_s(other) <= _slowest_s(cut) * (1 + 1e-9) else cut
+
+
+def _slowest_s(cut: Cut) -> float:
+    return max(ahead + back for ahead, back in zip(cut.forward_s, cut.backward_s, strict=True))
 
 
 def _memory(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:
