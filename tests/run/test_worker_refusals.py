@@ -11,6 +11,8 @@ from test_worker_parts import entry, grid
 from worker_plans import plan
 
 from pipefit.errors import PlanError, RunError, StalePlanError
+from pipefit.model.capture import capture
+from pipefit.model.registry import describe
 from pipefit.plan.types import AxisPlan, Wire
 from pipefit.run.buckets import make_buckets
 from pipefit.run.build import build_worker, check_runnable, stage_programs
@@ -51,6 +53,16 @@ def test_plans_that_can_be_simulated_but_not_run():
         PlanError,
         lambda: build_worker(replace(single, order=free), plans.model("llama"), Comms(), CPU, OptimizerConfig()),
         "This action is not run yet", "lane 0", "seen: 0FREE",
+    )  # fmt: skip
+
+
+def test_a_sequence_beyond_the_table_of_positions_does_not_start():
+    described = describe(plans.GPT2 | {"n_positions": 8}, "short", "short")
+    short = capture(described.family, described.config)
+    refused(
+        PlanError,
+        lambda: build_worker(plan("gpt2", microbatches=2), short, Comms(), CPU, OptimizerConfig()),
+        "longer than the model's table of positions", "transformer.wpe.weight", "seen: 12 tokens", "at most 8",
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from pipefit.errors import PlanError
 from pipefit.model.graph import Model, Module
 from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule, lower_for, order_of
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
@@ -135,10 +136,11 @@ def build_plan(
 
     Where the decisions give a stage count and no cuts, the layers are cut by their costs. `name` is what the user
     typed for the model; `bench` saves work when many plans are built for one model and cluster. Raises PlanError for
-    decisions that contradict themselves, the job, the model or the cluster, and ScheduleError where the schedule
-    cannot be made.
+    decisions that contradict themselves, the job, the model (its layers, its positions) or the cluster, and
+    ScheduleError where the schedule cannot be made.
     """
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
+    check_length(bench.module, model, job.sequence, "job.sequence")
     parts = bench.parts(job, decisions)
     return bench.plan(parts, decisions, bench.schedule(parts, decisions, bench.costs(parts)))

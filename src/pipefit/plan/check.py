@@ -15,6 +15,7 @@ from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.check_forms import edge_problems, parameter_problems
 from pipefit.plan.check_rows import placement_problems
+from pipefit.plan.length import length_problems
 from pipefit.plan.order import order_problems
 from pipefit.plan.types import Plan
 
@@ -36,7 +37,8 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> None:
     """Raises PlanError (or ScheduleError, which draws the cell) for the first rule that the plan breaks.
 
-    With a model, its layers and parameters must be those of the plan; with a cluster, its devices must exist.
+    With a model, its layers and parameters must be those of the plan, and its positions enough; with a cluster, its
+    devices must exist.
     """
     for error in problems(plan, model, cluster):
         raise error
@@ -51,6 +53,7 @@ def problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = N
             return
     if model is not None:
         yield from _model_problems(plan, model)
+        yield from length_problems(plan, model)
     if cluster is not None:
         yield from _cluster_problems(plan, cluster)
 

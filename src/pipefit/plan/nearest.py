@@ -23,8 +23,8 @@ def does_not_fit(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Fou
     closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
     change = nearest_change(bench, job, pins)
     return DoesNotFitError(
-        f"No plan fits: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device of lane "
-        f"{closest.lane} in the plan that comes closest.",
+        f"No plan fits: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device "
+        f"of lane {closest.lane} in the plan that comes closest.",
         where=describe(closest.decisions) + _devices(bench, closest),
         seen=f"{format_bytes(closest.peak_bytes)} needed",
         allowed=f"{format_bytes(closest.limit_bytes)} of memory",

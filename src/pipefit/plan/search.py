@@ -25,6 +25,7 @@ from pipefit.plan.build import Workbench
 from pipefit.plan.closest import closest
 from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.predict import Simulation, lane_limits
 from pipefit.plan.space import check_space, space
@@ -127,6 +128,7 @@ def search(
     pins = pins or {}
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
+    check_length(bench.module, bench.model, job.sequence, "--seq")
     return _Search(bench, job, pins, top, progress).run(list(space(job, layers, count, len(bench.cluster.hosts), pins)))
 
 

@@ -1,0 +1,59 @@
+"""How long a sequence may be: a table of positions has a row for each, and no more. Rotary positions have no such end.
+
+A configuration's `max_position_embeddings` is what a rotary model was trained for, not what it can compute, so it
+limits nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.errors import PlanError
+from pipefit.model.graph import Graph, Model, Module
+from pipefit.plan.types import Plan
+
+
+def check_length(module: Module, model: Model, tokens: int, where: str) -> None:
+    """Raises PlanError where `tokens` positions do not fit the module's table of positions."""
+    for error in _problems(module, model, tokens, where):
+        raise error
+
+
+def length_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
+    """One for every table of positions that the sequences of the plan exceed."""
+    spaces = {space.name: space.tokens for space in plan.spaces}
+    for module in model.modules:
+        tokens = spaces.get(module.space, 0) if len(model.modules) > 1 else 0
+        yield from _problems(module, model, tokens or plan.job.sequence, "job.sequence")
+
+
+def _problems(module: Module, model: Model, tokens: int, where: str) -> Iterator[PlanError]:
+    for layer in module.layers:
+        for local, rows in position_tables(model.layer_graph(layer)).items():
+            if tokens > rows:
+                yield PlanError(
+                    "The sequence is longer than the model's table of positions.",
+                    where=f"{where} and {layer.parameters[local]} of layer {layer.name}",
+                    seen=f"{tokens} tokens",
+                    allowed=f"at most {rows}: the table has {rows} rows",
+                    next_step=f"use sequences of {rows} tokens, or a model with more positions",
+                )
+
+
+def position_tables(graph: Graph) -> dict[str, int]:
+    """Local name of every parameter that is looked up by position -> how many positions it has."""
+    shapes = {parameter.name: parameter.shape for parameter in graph.parameters}
+    offsets: dict[str, int] = {tensor.name: 0 for tensor in graph.inputs if tensor.role == "positions"}
+    tables: dict[str, int] = {}
+    for operator in graph.operators:
+        first = operator.inputs[0] if operator.inputs else ""
+        if first not in offsets:
+            continue
+        if operator.kind == "embedding":
+            rows = shapes[operator.inputs[1]][0] - offsets[first]
+            tables[operator.inputs[1]] = min(rows, tables.get(operator.inputs[1], rows))
+        elif operator.kind == "add" and "scalar" in operator.attributes:
+            offsets[operator.outputs[0]] = offsets[first] + int(operator.attributes["scalar"])
+        elif operator.kind in ("cast", "reshape"):
+            offsets[operator.outputs[0]] = offsets[first]
+    return tables
