@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import threading
 from pathlib import Path
 
@@ -172,6 +173,63 @@ def test_locate_takes_a_run_or_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="There is no checkpoint here") as caught:
             locate(path)
         assert seen in caught.value.text() and str(path) in caught.value.text()
+
+
+def cut_tensors(folder: Path) -> None:
+    with (folder / "tensors-00000.safetensors").open("r+b") as file:
+        file.truncate(20)
+
+
+def edit_manifest(folder: Path) -> None:
+    path = folder / "checkpoint.json"
+    path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
+
+
+def cut_manifest(folder: Path) -> None:
+    path = folder / "checkpoint.json"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+DAMAGES = {
+    "tensors cut": (cut_tensors, "wrong size; it was probably cut short. 20 bytes"),
+    "tensors gone": (
+        lambda folder: (folder / "tensors-00000.safetensors").unlink(),
+        "A file of the checkpoint is missing",
+    ),
+    "manifest edited": (edit_manifest, "its checksum does not agree"),
+    "manifest cut": (cut_manifest, "manifest was cut short or changed. JSONDecodeError"),
+    "manifest gone": (lambda folder: (folder / "checkpoint.json").unlink(), "This is not a checkpoint."),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_an_older_checkpoint_is_not_taken_for_a_damaged_newest_one(tmp_path: Path, case: str) -> None:
+    damage, seen = DAMAGES[case]
+    piece = whole("w", torch.ones(3))
+    only = save(tmp_path / "alone" / "checkpoints", 20, [piece], {})
+    older, _, newest = (save(tmp_path / "run" / "checkpoints", step, [piece], {}) for step in (10, 15, 20))
+    shutil.rmtree(older.parent / "step-00000015")
+    for folder, advice in ((only, "start a new run"), (newest, f"by name: --resume {older}")):
+        damage(folder)
+        for path in (folder.parent.parent, folder.parent):
+            with pytest.raises(CheckpointError, match="The newest checkpoint is damaged") as caught:
+                locate(path)
+            text = caught.value.text()
+            assert seen in text and str(folder) in text and advice in text, text
+        with pytest.raises(CheckpointError):
+            load(locate(folder), [])
+    assert locate(older) == older, "asked for by name"
+    (older.parent / ".step-00000030.incomplete").mkdir()
+    again = save(older.parent, 30, [piece], {})
+    if case.startswith("tensors"):
+        assert locate(tmp_path / "run") == again, "the damaged one is known to be older"
+
+
+def test_an_interrupted_save_does_not_stop_a_resume(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoints", 10, [whole("w", torch.ones(3))], {})
+    for left in (".step-00000020.incomplete", ".step-00000005.deleted"):
+        (tmp_path / "checkpoints" / left).mkdir()
+    assert locate(tmp_path) == folder
 
 
 # --- saving in a thread

@@ -29,7 +29,9 @@ from pipefit.run.checkpoint_manifest import (
     check_sizes,
     complete_checkpoints,
     folder_name,
+    is_folder_name,
     read_manifest,
+    survey,
 )
 from pipefit.run.checkpoint_pieces import Piece
 from pipefit.run.checkpoint_planner import PieceLoadPlanner, PieceSavePlanner
@@ -159,29 +161,48 @@ def latest(directory: Path) -> Path | None:
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint that a user means: the folder itself, or the latest in it or in its folder `checkpoints`.
+    """The checkpoint that a user means: the folder itself, or the newest in it or in its folder `checkpoints`.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is none, or if one that may be the newest is damaged: an older one is never taken
+    in its place unasked. What an interrupted save left is no checkpoint, and is passed over.
     """
     path = Path(path)
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).exists() or (is_folder_name(path.name) and path.is_dir()):
         return path
-    found = latest(path) or latest(path / "checkpoints")
-    if found is None:
-        raise CheckpointError(
-            "There is no checkpoint here.",
-            where=str(path),
-            seen="no complete folder step-..." if path.is_dir() else "no such folder",
-            allowed="the folder of a run, or one of its folders step-...",
-            next_step="start without --resume, or name the folder of a run that saved a checkpoint",
-        )
-    return found
+    for directory in (path, path / "checkpoints"):
+        complete, damaged = survey(directory)
+        newest = complete[-1] if complete else None
+        for folder, serial, error in damaged:
+            if newest is None or serial is None or serial > newest[1].serial:
+                raise _newest_is_damaged(folder, error, newest[0] if newest else None)
+        if newest is not None:
+            return newest[0]
+    raise CheckpointError(
+        "There is no checkpoint here.",
+        where=str(path),
+        seen="no complete folder step-..." if path.is_dir() else "no such folder",
+        allowed="the folder of a run, or one of its folders step-...",
+        next_step="start without --resume, or name the folder of a run that saved a checkpoint",
+    )
+
+
+def _newest_is_damaged(folder: Path, error: CheckpointError, older: Path | None) -> CheckpointError:
+    return CheckpointError(
+        "The newest checkpoint is damaged, and no other is taken in its place unasked.",
+        where=error.where or str(folder),
+        seen=error.what + (f" {error.seen}" if error.seen is not None else ""),
+        allowed=error.allowed,
+        next_step="restore it, or start a new run"
+        if older is None
+        else f"restore it, or go back to an earlier one by name: --resume {older}",
+    )
 
 
 def _next_folder(directory: Path, step: int) -> tuple[Path, Path, int]:
     """(hidden folder to write, final folder, serial number) of the next checkpoint. A checkpoint is never replaced."""
-    known = complete_checkpoints(directory)
-    serial = 1 + max((manifest.serial for _, manifest in known), default=0)
+    complete, damaged = survey(directory)
+    known = [manifest.serial for _, manifest in complete] + [serial or 0 for _, serial, _ in damaged]
+    serial = 1 + max(known, default=0)
     copy = 1
     while (directory / folder_name(step, copy)).exists():
         copy += 1

@@ -172,18 +172,34 @@ def folder_name(step: int, copy: int) -> str:
     return f"step-{step:08d}" if copy < 2 else f"step-{step:08d}-{copy}"
 
 
+def is_folder_name(name: str) -> bool:
+    """Whether a checkpoint's folder is called so once it is complete."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 def complete_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
     """The complete checkpoints below `directory` in the order in which they were written. Damaged ones are left out."""
-    found = []
+    return survey(directory)[0]
+
+
+def survey(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, int | None, CheckpointError]]]:
+    """(complete checkpoints in the order in which they were written, damaged ones) below `directory`.
+
+    Of a damaged one: its folder, its serial number where the manifest can still be read, and what is wrong with it.
+    """
+    found, damaged = [], []
     for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if _FOLDER.fullmatch(folder.name):
+        if is_folder_name(folder.name) and folder.is_dir():
+            serial = None
             try:
                 manifest = read_manifest(folder)
+                serial = manifest.serial
                 check_sizes(folder, manifest)
-            except CheckpointError:
+            except CheckpointError as error:
+                damaged.append((folder, serial, error))
                 continue
             found.append((folder, manifest))
-    return sorted(found, key=lambda entry: (entry[1].serial, entry[0].name))
+    return sorted(found, key=lambda entry: (entry[1].serial, entry[0].name)), damaged
 
 
 def _find_fault(manifest: Manifest) -> str | None:
