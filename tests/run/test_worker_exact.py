@@ -7,6 +7,7 @@ each tensor's largest entry.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -215,25 +216,59 @@ def test_messages_need_no_tags(gloo_pool, case):
         assert np.array_equal(found["parameters"][parameter], value), parameter
 
 
-def test_our_one_process_run_is_pytorchs_adamw(gloo_pool):
-    """Three steps of the plain modules under torch.optim.AdamW, clipping included."""
+def pytorchs_adamw(name: str, steps: int, max_norm: float):
+    """(norms before clipping, parameters) of the plain modules under torch's own clipping and AdamW."""
     import torch
 
     job, config = plans.JOB, cases.OPTIMIZER
-    layers = plans.plain_layers("tied", job)
+    layers = plans.plain_layers(name, job)
     named = {layer.parameter_names[k]: v for layer in layers for k, v in layer.named_parameters()}
     groups = [
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-    for step in range(3):
-        tokens, labels, divisor = cases.rows_of(plan("tied"), step, plans.VOCABULARY)
+    norms = []
+    for step in range(steps):
+        tokens, labels, divisor = cases.rows_of(plan(name), step, plans.VOCABULARY)
         optimizer.zero_grad()
         (plans.plain_loss(layers, tokens, labels) / divisor).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), max_norm or float("inf"))))
         optimizer.step()
-    found = one_process("tied", gloo_pool)["parameters"]
-    assert set(found) == set(named)
-    for parameter, value in named.items():
-        error = np.abs(found[parameter] - value.detach().numpy()).max()
-        assert error <= 1e-9 * float(value.detach().abs().max()), f"{parameter}: {error}"
+    return norms, {parameter: value.detach().numpy() for parameter, value in named.items()}
+
+
+def agree(found, wanted) -> None:
+    assert set(found) == set(wanted)
+    for parameter, value in wanted.items():
+        error = np.abs(found[parameter] - value).max()
+        assert error <= 1e-9 * np.abs(value).max(), f"{parameter}: {error}"
+
+
+def test_our_one_process_run_is_pytorchs_adamw(gloo_pool):
+    agree(one_process("tied", gloo_pool)["parameters"], pytorchs_adamw("tied", 3, 0.0)[1])
+
+
+CLIPPED = [
+    "one process",
+    "megatron, uneven shards",
+    "tied over 4 stages x 2 replicas, zero-1",
+    "tied, megatron, zero-1",
+]
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_clipped_steps_are_pytorchs(gloo_pool, case):
+    """Every step is clipped by another factor, which AdamW does not cancel; the gradients kept are the clipped ones."""
+    name, make = CASES[case]
+    the_plan, bound = make(), 0.05
+    optimizer = replace(cases.OPTIMIZER, max_norm=bound)
+    gloo_pool.run(cases.prepare, [(the_plan, plans.model(name))], True, ranks=8)
+    arguments = (the_plan, plans.model(name), plans.VOCABULARY, 3, True, optimizer)
+    found = gloo_pool.run(cases.run_steps, *arguments, ranks=len(the_plan.devices))[0]
+    norms, wanted = pytorchs_adamw(name, 3, bound)
+    assert min(norms) > 4 * bound
+    np.testing.assert_allclose([norm for _, norm in found["steps"]], norms, rtol=1e-10)
+    agree(found["parameters"], wanted)
+    clipped = sum(float((gradient**2).sum()) for gradient in found["gradients"].values()) ** 0.5
+    assert clipped == pytest.approx(bound, rel=1e-5)

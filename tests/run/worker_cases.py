@@ -82,9 +82,16 @@ def train(worker: Worker, plan: Plan, vocabulary: int, steps: range) -> list[tup
     return result
 
 
-def run_steps(plan: Plan, model: Model, vocabulary: int, steps: int = 1, tagged: bool = True) -> dict[str, Any]:
+def run_steps(
+    plan: Plan,
+    model: Model,
+    vocabulary: int,
+    steps: int = 1,
+    tagged: bool = True,
+    optimizer: OptimizerConfig = OPTIMIZER,
+) -> dict[str, Any]:
     """Build, train, gather: losses and norms per step, the last gradients and the final parameters (on rank 0)."""
-    worker = build_worker(plan, model, comms(tagged), torch.device("cpu"), OPTIMIZER)
+    worker = build_worker(plan, model, comms(tagged), torch.device("cpu"), optimizer)
     losses = train(worker, plan, vocabulary, range(steps))
     group = group_of(worker)
     gradients = {n: t.numpy() for n, t in gather_full(gradient_pieces(worker), group=group) if t is not None}
