@@ -101,6 +101,15 @@ def test_a_plan_for_two_devices_needs_two_processes(tmp_path, monkeypatch):
     [
         (("--steps", "0"), ("--steps", "1 or more")),
         (("--steps", "2", "--lr", "-1"), ("--lr", "above 0")),
+        (("--steps", "2", "--lr", "nan"), ("--lr", "seen: nan", "above 0")),
+        (("--steps", "2", "--lr", "inf"), ("--lr", "seen: inf", "a number above 0")),
+        (("--steps", "2", "--weight-decay", "inf"), ("--weight-decay", "seen: inf", "0 or more")),
+        (("--steps", "2", "--eps", "inf"), ("--eps", "seen: inf", "above 0")),
+        (("--steps", "2", "--max-norm", "nan"), ("--max-norm", "seen: nan", "0 (off) or more")),
+        (("--steps", "2", "--held-out", "nan"), ("--held-out", "seen: nan", "a fraction from 0 up to 1")),
+        (("--steps", "2", "--held-out", "inf"), ("--held-out", "seen: inf", "a fraction from 0 up to 1")),
+        (("--steps", "2", "--held-out", "-1"), ("--held-out", "seen: -1", "a whole number of rows")),
+        (("--steps", "2", "--timeout", "inf"), ("--timeout", "seen: inf", "above 0, in seconds")),
         (("--steps", "2", "--keep", "0"), ("--keep", "1 or more")),
         (("--steps", "2", "--device", "tpu"), ("--device", "auto, cpu or cuda")),
         (("--steps", "2", "--resume", "a", "--weights", "b"), ("--resume and --weights", "not from both")),
@@ -235,6 +244,15 @@ def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch)
     assert check_cluster(here, path) == local(2), "its figures follow the clock: not compared"
     assert check_cluster(replace(one, cluster=""), path) is None
     assert check_cluster(replace(one, hashes=replace(one.hashes, cluster="")), path) is None
+
+
+def test_the_text_may_stand_in_another_field(tmp_path, alone):
+    text = tmp_path / "corpus.jsonl"
+    text.write_text("".join(json.dumps({"body": toys.TEXT}) + "\n" for _ in range(60)))
+    path, _ = toys.write_plan(tmp_path, microbatches=2)
+    code, err = train(path, text, tmp_path / "run")
+    assert code == 2 and "'text'" in err and not (tmp_path / "run").exists(), err
+    assert train(path, text, tmp_path / "run", "--field", "body") == (0, "")
 
 
 def test_a_start_that_failed_does_not_block_the_next_one(tmp_path, monkeypatch, alone):

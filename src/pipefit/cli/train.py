@@ -18,6 +18,7 @@ def command(
         list[str] | None, typer.Option(help="Files, folders, patterns or `stdlib` (the default); repeatable.")
     ] = None,
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
+    field: str = typer.Option("text", help="Field of jsonl and column of parquet files that holds the text."),
     held_out: float = typer.Option(0.01, help="Rows kept for evaluation: a fraction below 1, or a number."),
     cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
     local: int = typer.Option(0, help="Start this many ranks on this machine."),
@@ -59,8 +60,8 @@ def command(
     config = check_train_config(
         TrainConfig(
             plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or ("stdlib",)), tokenizer=tokenizer,
-            held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights, eval_every=eval_every,
-            eval_batches=eval_batches, save_every=save_every, keep=keep, log_every=log_every,
+            field=field, held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights,
+            eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep, log_every=log_every,
             tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,
         )
     )  # fmt: skip

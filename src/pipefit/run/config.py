@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.errors import RunError
@@ -23,11 +25,13 @@ class TrainConfig:
     "Files, folders, patterns, or `stdlib`, the source text of the Python standard library on this machine."
     tokenizer: str = "bytes"
     "`bytes`, or a local tokenizer.json."
+    field: str = "text"
+    "The field of jsonl and the column of parquet files that holds the text."
     held_out: float = 0.01
     "Rows kept for evaluation: a fraction below 1, or a number of rows."
     steps: int
     "Optimizer steps of the whole run, those before a resume included."
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     resume: str = ""
     "A run's folder or one of its checkpoints."
     weights: str = ""
@@ -56,13 +60,17 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
     """The configuration itself. Raises RunError naming the first option that cannot be."""
     check_config(config.optimizer)
     limits = {
+        "held_out": (
+            math.isfinite(config.held_out) and config.held_out >= 0,
+            "a fraction from 0 up to 1, or a whole number of rows",
+        ),
         "steps": (config.steps >= 1, "1 or more"),
         "eval_every": (config.eval_every >= 0, "0 or more"),
         "eval_batches": (config.eval_batches >= 1, "1 or more"),
         "save_every": (config.save_every >= 0, "0 or more"),
         "keep": (config.keep >= 1, "1 or more"),
         "log_every": (config.log_every >= 1, "1 or more"),
-        "timeout_s": (config.timeout_s > 0, "above 0"),
+        "timeout_s": (0 < config.timeout_s < math.inf, "above 0, in seconds"),
         "device": (config.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
     }
     for name, (good, allowed) in limits.items():

@@ -22,7 +22,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Everything the update depends on. Printed into the run's configuration, and kept in checkpoints."""
+    """Everything the update depends on. Written into the run's config.json; a resumed run takes it from its command."""
 
     lr: float = 3e-4
     "Peak learning rate."
@@ -51,22 +51,21 @@ class OptimizerConfig:
 def check_config(config: OptimizerConfig) -> OptimizerConfig:
     """The configuration itself. Raises RunError naming the first field that cannot be."""
     limits = {
-        "lr": (config.lr > 0, "above 0"),
+        "lr": (config.lr > 0, "a number above 0"),
         "beta1": (0 <= config.beta1 < 1, "from 0 up to but not 1"),
         "beta2": (0 <= config.beta2 < 1, "from 0 up to but not 1"),
-        "eps": (config.eps > 0, "above 0"),
-        "weight_decay": (config.weight_decay >= 0, "0 or more"),
-        "max_norm": (config.max_norm >= 0, "0 (off) or more"),
-        "warmup": (config.warmup >= 0, "0 or more"),
+        "eps": (config.eps > 0, "a number above 0"),
+        "weight_decay": (config.weight_decay >= 0, "a number, 0 or more"),
+        "max_norm": (config.max_norm >= 0, "a number, 0 (off) or more"),
+        "warmup": (config.warmup >= 0, "a number, 0 or more"),
         "decay": (config.decay in ("cosine", "linear", "constant"), "cosine, linear or constant"),
         "min_lr_ratio": (0 <= config.min_lr_ratio <= 1, "0 to 1"),
     }
     for name, (good, allowed) in limits.items():
-        if not good:
+        value = getattr(config, name)
+        if not good or (isinstance(value, float) and not math.isfinite(value)):
             option = f"--{name.replace('_', '-')}"
-            raise RunError(
-                "The optimizer cannot run with this.", where=option, seen=getattr(config, name), allowed=allowed
-            )
+            raise RunError("The optimizer cannot run with this.", where=option, seen=value, allowed=allowed)
     return config
 
 

@@ -202,7 +202,7 @@ def shared_model(plan: Plan, world: World) -> Model:
 def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
     """The corpus: prepared by the first rank of every host, opened by all."""
     vocabulary = plan.model.config.get("vocab_size")
-    request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary)
+    request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary, field=config.field)
     world.first_here(lambda: prepare(request))
     return open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
 
