@@ -17,7 +17,7 @@ from pipefit.plan.bounds import facts_of, flights, table_bound_s
 from pipefit.plan.build import Workbench
 from pipefit.plan.closest import least_missing_bytes
 from pipefit.plan.make import make_plan
-from pipefit.plan.search import Evaluated, _Candidate, _Search, evaluate, search
+from pipefit.plan.search import Evaluated, _Candidate, _Search, evaluate, search, simulated, some_plan_fits
 from pipefit.plan.space import space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -203,6 +203,25 @@ def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, pins: dict
     assert all(bound <= exact for bound, exact in zip(bounds, missing, strict=True))
     with pytest.raises(DoesNotFitError, match=re.escape(f"{format_bytes(min(missing))} are missing")):
         make_plan(bench.model, bench.cluster, job, pins)
+
+
+def test_whether_anything_fits_is_what_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the memory at which the first plan fits, and with less looking."""
+    job, answers = Job(batch=8, sequence=32), []
+    for beyond in range(10_000, 60_000, 2_500):
+        bench = Workbench(toy_model(3), little_memory(3, beyond=beyond))
+        answers.append(some_plan_fits(bench, job, {}))
+        assert answers[-1] == bool(search(bench, job, {}, top=1).fitting), beyond
+    assert {*answers} == {False, True}
+    simulations = 0
+
+    def counted(*given: object) -> object:
+        nonlocal simulations
+        simulations += 1
+        return simulated(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pipefit.plan.search.simulated", counted)
+    assert some_plan_fits(Workbench(toy_model(3), toy_cluster()), job, {}) and simulations == 1
 
 
 def test_the_suggested_change_really_fits() -> None:

@@ -10,7 +10,7 @@ from pipefit.cluster.types import Cluster
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.build import Workbench
 from pipefit.plan.pins import describe
-from pipefit.plan.search import Found, Misfit, search
+from pipefit.plan.search import Found, Misfit, some_plan_fits
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes
 
@@ -37,7 +37,7 @@ def nearest_change(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> str |
     for words, cluster, changed, freed in _changes(bench, job, pins):
         other = bench if cluster is None else bench.on(cluster)
         try:
-            if search(other, changed, freed, top=1).fitting:
+            if some_plan_fits(other, changed, freed):
                 return words
         except PlanError:
             continue

@@ -22,7 +22,7 @@ from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import any_cut_bound_s, chain_bound_s, facts_of, order_floor_bytes, table_bound_s
 from pipefit.plan.build import Workbench
-from pipefit.plan.closest import closest
+from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.length import check_length
@@ -49,6 +49,9 @@ DEVICE = 3
 
 MISFITS = 16
 """Candidates that cannot fit whose least memory is worked out exactly."""
+
+TRIES = 64
+"""Simulations spent on the question whether anything fits at all."""
 
 TIE = 1e-9
 """Relative difference of step times that counts as none."""
@@ -126,10 +129,31 @@ def search(
 ) -> Found:
     """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
     pins = pins or {}
+    return _Search(bench, job, pins, top, progress).run(_choices(bench, job, pins))
+
+
+def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
+    """Whether `search` would find a plan: the candidates that lack least first, until one fits or TRIES simulated ones
+    do not. Raises PlanError as `search` does."""
+    choices = _choices(bench, job, pins)
+    missing = [least_missing_bytes(bench.cutter, job, choice) for choice in choices]
+    order = sorted((least, index) for index, least in enumerate(missing) if least <= 0)
+    searcher = _Search(bench, job, pins, 1, None)
+    for _, index in order:
+        candidate = _Candidate(choices[index])
+        while searcher.look_closer(candidate, 0.0) is not None:
+            pass
+        if searcher.fitting or searcher.simulated >= TRIES:
+            break
+    return bool(searcher.fitting)
+
+
+def _choices(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Decisions]:
+    """The space, for a job and pins that leave something to consider."""
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.module, bench.model, job.sequence, "--seq")
-    return _Search(bench, job, pins, top, progress).run(list(space(job, layers, count, len(bench.cluster.hosts), pins)))
+    return list(space(job, layers, count, len(bench.cluster.hosts), pins))
 
 
 @dataclass(slots=True)
