@@ -255,7 +255,7 @@ def _replace_leaves(module: nn.Module) -> None:
             parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
             return leaf([*args, *parameters], _child.kind, _attributes)
 
-        child.forward = forward  # type: ignore[method-assign]
+        child.forward = forward
 
 
 def _convert(program: Any, layer: nn.Module, call: _Call, dtype: str, buffers: Mapping[str, Any]) -> Graph:

@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens, D features, V vocabulary, H heads, G key/value
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipefit.model.ops.rotary import frequencies
 
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
