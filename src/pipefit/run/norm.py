@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.layout import Group
@@ -30,13 +29,6 @@ def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
         if piece.numel():
             total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
     return total
-
-
-def reduce_scalars(values: Tensor, group: object | None) -> Tensor:
-    """The sum of a small vector over all ranks of the run, in place."""
-    if group is not None:
-        dist.all_reduce(values, group=group)
-    return values
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -124,8 +124,3 @@ class AdamW:
         """Round the master copy into the parameter."""
         if self.has_master:
             self.parameter.copy_(self.master)
-
-    def adopt(self) -> None:
-        """Take the parameter as it is for the master copy: after loading weights."""
-        if self.has_master:
-            self.master.copy_(self.parameter)

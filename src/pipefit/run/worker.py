@@ -147,11 +147,6 @@ class Worker:
         """The summed loss of the last step over this rank's own rows; zero where it holds no loss."""
         return self._loss
 
-    def synchronise_masters(self) -> None:
-        """Take the parameters as they now are for the optimizer's master copies (after loading weights)."""
-        for optimizer in self.optimizers:
-            optimizer.adopt()
-
     def _walk_slowly(self) -> None:
         clock, trace, waits = self.clock, [], []
         incoming = [self._incoming(action) for action in self.actions]
