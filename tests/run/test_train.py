@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import train_toys as toys
+import worker_plans as plans
 from typer.testing import CliRunner
 
 from pipefit.cli import build_app
@@ -19,8 +22,13 @@ from pipefit.cluster import save as save_cluster
 from pipefit.codec import digest
 from pipefit.errors import PipefitError, StalePlanError
 from pipefit.plan.check import save_plan
+from pipefit.run import checkpoint
+from pipefit.run.build import build_worker
+from pipefit.run.comms import Comms
 from pipefit.run.fresh import check_cluster
 from pipefit.run.launch import launch_lines
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.state import all_pieces, stored_pieces
 from pipefit.run.worker import StepResult
 
 
@@ -157,6 +165,7 @@ def test_launch_lines_for_real_clusters(tmp_path, monkeypatch):
         ("no cluster file", ("cluster file of the plan is not here", "no away.json beside the plan", "--cluster FILE")),
         ("no such cluster", ("cluster file of the plan is not here", "where: --cluster", "seen: gone.json")),
         ("another seed", ("The checkpoint is of another run: the seed differs", "--weights")),
+        ("other rows held out", ("rows held out (--held-out) differs", "8 in the checkpoint, 9 now")),
         ("last step", ("already at the last step", "give more steps")),
     ],
 )
@@ -197,6 +206,8 @@ def test_mistakes_leave_files_as_they_were(tmp_path, alone, case, words):
         if case == "other run resumed":
             run.mkdir()
             (run / "metrics.jsonl").write_text("other\n")
+        if case == "other rows held out":
+            options += ["--held-out", "9"]
         if case == "another seed":
             save_plan(replace(one, job=replace(one.job, seed=9)), path)
     before = _files(tmp_path)
@@ -244,6 +255,57 @@ def test_the_cluster_of_a_plan_is_looked_for_and_compared(tmp_path, monkeypatch)
     assert check_cluster(here, path) == local(2), "its figures follow the clock: not compared"
     assert check_cluster(replace(one, cluster=""), path) is None
     assert check_cluster(replace(one, hashes=replace(one.hashes, cluster="")), path) is None
+
+
+def test_a_disk_that_cannot_be_written_is_told(tmp_path, alone):
+    """/dev/full takes no byte; the weights' folder is a file."""
+    text = toys.write_text(tmp_path)
+    path, _ = toys.write_plan(tmp_path, microbatches=2)
+    run = tmp_path / "run"
+    assert train(path, text, run) == (0, "")
+    cases = {"trace.json": "The trace", "weights": "The final weights", "metrics.jsonl": "The metrics file"}
+    for steps, (name, what) in enumerate(cases.items(), 2):
+        if name == "weights":
+            shutil.rmtree(run / name)
+            (run / name).write_text("in the way")
+        else:
+            (run / name).unlink(missing_ok=True)
+            (run / name).symlink_to("/dev/full")
+        code, err = train(path, text, run, "--resume", str(run), "--trace", str(steps), steps=steps)
+        assert code == 2 and f"pipefit: {what} cannot be written." in err and str(run / name) in err, err
+        assert ("File exists" if name == "weights" else "No space left on device") in err and "Traceback" not in err
+        (run / name).unlink()
+
+
+def test_token_ids_of_the_model_outlive_training(tmp_path, alone):
+    text = toys.write_text(tmp_path)
+    path, one = toys.write_plan(tmp_path, microbatches=2)
+    (tmp_path / "model").mkdir()
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(dict(one.model.config) | ids | {"dtype": "float16"}))
+    save_plan(replace(one, model=replace(one.model, name=str(tmp_path / "model"))), path)
+    assert train(path, text, tmp_path / "run") == (0, "")
+    config = json.loads((tmp_path / "run" / "weights" / "config.json").read_text())
+    assert ids.items() <= config.items() and "dtype" not in config and config["hidden_size"] == 32
+
+
+@pytest.mark.parametrize("precisions", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_run_continues_in_another_precision_from_its_float32_values(tmp_path, precisions):
+    workers = []
+    for precision in precisions:
+        one = plans.plan("tied", replace(toys.JOB, precision=precision), microbatches=2)
+        workers.append(build_worker(one, plans.model("tied"), Comms(), torch.device("cpu"), OptimizerConfig()))
+    before, after = workers
+    generator = torch.Generator().manual_seed(1)
+    for optimizer in before.optimizers:
+        optimizer.master.normal_(generator=generator)
+        optimizer.publish()
+        optimizer.second.uniform_(generator=generator)
+    folder = checkpoint.save(tmp_path, 1, all_pieces(before, saving=True), {})
+    checkpoint.load(folder, stored_pieces(after, checkpoint.read_manifest(folder).tensors))
+    for old, new in zip(before.optimizers, after.optimizers, strict=True):
+        assert old.master.numel() and torch.equal(old.master, new.master), "every bit of the float32 values"
+        assert torch.equal(new.parameter, old.master.to(new.parameter.dtype)) and torch.equal(old.second, new.second)
 
 
 def test_the_text_may_stand_in_another_field(tmp_path, alone):

@@ -6,6 +6,7 @@ model FLOPs (no recomputation) over peak FLOP/s; the peak that is used is printe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+
+from pipefit.run.writing import writing
 
 GIB = 1 << 30
 
@@ -124,12 +127,14 @@ def find_peak(device: torch.device, precision: str, sharing: int = 1) -> Peak:
 class Log:
     """Where a run's figures go: `metrics.jsonl` in the run directory, TensorBoard if asked, lines on stdout.
 
-    Made on rank 0 only. A resumed run appends.
+    Made on rank 0 only. A resumed run appends. RunError where the file cannot be written.
     """
 
     def __init__(self, run_dir: Path, tensorboard: bool = False, out: IO[str] | None = None) -> None:
         self._out = out if out is not None else sys.stdout
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = run_dir / "metrics.jsonl"
+        with writing("metrics file", self._path):
+            self._file = self._path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
             self._board = open_board(run_dir / "tensorboard")
@@ -154,13 +159,15 @@ class Log:
             self._board.add_scalar("eval_loss", loss, step)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be flushed has been told
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with writing("metrics file", self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
 
 def open_board(directory: Path) -> Any:

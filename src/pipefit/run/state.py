@@ -6,6 +6,9 @@ bfloat16. A piece is the box that a rank holds of it, or the flat run of that bo
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from pipefit.layout import Run
 from pipefit.run.buckets import Bucket, Entry
 from pipefit.run.checkpoint_pieces import Piece
@@ -45,6 +48,25 @@ def optimizer_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
 def all_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
     """Everything that a checkpoint holds."""
     return model_pieces(worker, saving=saving) + optimizer_pieces(worker, saving=saving)
+
+
+def stored_pieces(worker: Worker, stored: Collection[str]) -> list[Piece]:
+    """`all_pieces` to load from a checkpoint with these tensors, whatever precision it was trained in.
+
+    Float32 masters start from the parameters of a float32 run; float32 parameters continue a bfloat16 run's masters.
+    """
+    pieces = all_pieces(worker, saving=False)
+    mastered = {piece.name for piece in pieces if piece.name.startswith(MASTER)}
+
+    def source(name: str) -> str:
+        kind, _, rest = name.partition("/")
+        if f"{kind}/" == MASTER and name not in stored:
+            return MODEL + rest
+        if f"{kind}/" == MODEL and not mastered and MASTER + rest in stored:
+            return MASTER + rest
+        return name
+
+    return [replace(piece, name=source(piece.name)) for piece in pieces]
 
 
 def gradient_pieces(worker: Worker) -> list[Piece]:

@@ -34,8 +34,9 @@ from pipefit.run.fresh import check_cluster, check_model
 from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
-from pipefit.run.state import MODEL, all_pieces, model_pieces
+from pipefit.run.state import MODEL, all_pieces, model_pieces, stored_pieces
 from pipefit.run.worker import StepResult, Worker
+from pipefit.run.writing import writing
 
 
 class Run:
@@ -140,6 +141,8 @@ class Run:
             "seed": self.plan.job.seed,
             "batch": self.plan.job.batch,
             "sequence": self.plan.job.sequence,
+            "precision": self.plan.job.precision,
+            "held_out": self.corpus.rows.held_out,
             "corpus": self.corpus.digest,
             "rows_seen": step * self.plan.job.batch,
             "pipefit": __version__,
@@ -153,23 +156,26 @@ class Run:
 def resume(worker: Worker, plan: Plan, config: TrainConfig, corpus: Corpus, world: World) -> int:
     """Load a checkpoint into the worker; the step to continue with. CheckpointError if it is of another run."""
     folder = checkpoint.locate(Path(config.resume))
-    extra = checkpoint.read_manifest(folder).extra
+    manifest = checkpoint.read_manifest(folder)
+    extra = manifest.extra
+    world.agree("checkpoint", codec.digest(manifest), other_checkpoint)
     expected = {
         "model": (plan.hashes.model, "the model"),
         "seed": (plan.job.seed, "the seed"),
         "batch": (plan.job.batch, "the batch"),
         "sequence": (plan.job.sequence, "the sequence length"),
         "corpus": (corpus.digest, "the corpus"),
+        "held_out": (corpus.rows.held_out, "the number of rows held out (--held-out)"),
     }
     for key, (value, words) in expected.items():
-        if value and extra.get(key) != value:
+        if value != "" and extra.get(key, value if key == "held_out" else None) != value:
             raise CheckpointError(
                 f"The checkpoint is of another run: {words} differs, so the run could not continue as it was.",
                 where=str(folder),
                 seen=f"{extra.get(key)} in the checkpoint, {value} now",
                 next_step=f"use what the run used, or start a new run with --weights {folder.parent.parent}/weights",
             )
-    checkpoint.load(folder, all_pieces(worker, saving=False), group=world.cpu_group)
+    checkpoint.load(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
     if int(extra["step"]) >= config.steps:
         raise RunError(
             "The checkpoint is already at the last step.",
@@ -218,6 +224,16 @@ def other_corpus(ranks: list[int], seen: str) -> RunError:
     )
 
 
+def other_checkpoint(ranks: list[int], seen: str) -> RunError:
+    """The message for ranks that would continue from another checkpoint than rank 0's."""
+    return RunError(
+        f"These ranks found another checkpoint than rank 0: {name_ranks(ranks)}.",
+        where="--resume",
+        seen=f"checkpoint {seen}",
+        next_step="name a checkpoint in a folder that all hosts share",
+    )
+
+
 def weights_value(plan: Plan, directory: str) -> Value:
     """Parameters from a directory of safetensors in Hugging Face names. ModelError where they do not fit the model."""
     from pipefit.model.weights import WeightFiles
@@ -254,10 +270,23 @@ def save_final(worker: Worker, directory: Path, world: World) -> None:
             yield name.removeprefix(MODEL), tensor
 
     if world.rank == 0:
-        save_weights(directory, on_rank_0(), worker.plan.model.family, worker.plan.model.config)
+        with writing("final weights", directory):
+            save_weights(directory, on_rank_0(), worker.plan.model.family, worker.plan.model.config)
+            keep_token_ids(worker.plan.model.name, directory / "config.json")
     else:
         for _ in whole:
             pass
+
+
+def keep_token_ids(source: str, config: Path) -> None:
+    """Carry `bos_token_id` and its like over from the model's own config.json, where that is on this host."""
+    place = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if not (config.is_file() and place.is_file() and place.suffix == ".json"):
+        return
+    written, known = (json.loads(path.read_text(encoding="utf-8")) for path in (config, place))
+    ids = {name: value for name, value in known.items() if name.endswith("_token_id") and name not in written}
+    if ids:
+        config.write_text(json.dumps({**written, **ids}, indent=2) + "\n", encoding="utf-8")
 
 
 def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: float) -> None:
@@ -275,7 +304,8 @@ def write_trace(worker: Worker, path: Path, world: World, step: int, data_s: flo
         dist.all_gather_object(everyone, own, group=world.cpu_group)
     if world.rank == 0:
         document = {"format": "pipefit-trace", "version": 1, "plan": worker.plan.hash, "step": step, "ranks": everyone}
-        path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        with writing("trace", path):
+            path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def train(plan: Plan, config: TrainConfig, world: World) -> None:

@@ -1,0 +1,25 @@
+"""Files that a run writes beside its checkpoints: what goes wrong with the disk is told, not traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipefit.errors import RunError
+
+
+@contextmanager
+def writing(what: str, where: Path) -> Iterator[None]:
+    """RunError naming `what` ("trace") for an OSError, or safetensors' own error, within the block."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"The {what} cannot be written.",
+            where=str(where),
+            seen=getattr(error, "strerror", None) or error,
+            next_step="check the disk's room and permissions; continue from the last checkpoint with --resume",
+        ) from None
