@@ -22,8 +22,11 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 TORCH_AT_IMPORT = ("run/", "profile/", "model/families/")
 """Where torch may be imported with the module: doing the work, measuring it, and the models as nn.Module layers."""
 
-TORCH_INSIDE_FUNCTIONS = ("model/capture", "model/lift", "model/weights", "model/registry", "model/user", "cli/")
+TORCH_INSIDE_FUNCTIONS = ("model/capture", "model/lift", "model/weights", "model/layers", "model/user", "cli/")
 """Where functions may import torch: they capture, build, load or save a model, or start a run."""
+
+PARTS_OF = {"pipefit.run.evaluation": {"pipefit.run.worker"}}
+"""Modules that are a part of another one, in a file of their own, and may know it."""
 
 LINE_LIMIT = 450
 LONG_FILES: dict[str, str] = {}
@@ -95,6 +98,30 @@ def test_imports_go_one_way() -> None:
             if parts[0] == "pipefit" and order.get("".join(parts[1:2]), -1) > order.get(room, -1):
                 faults.append(f"{module_id(path)}:{line}: {room} imports {name}, which stands below it")
     assert not faults, "\n".join(faults)
+
+
+def test_no_module_imports_itself_around_a_corner() -> None:
+    """Inside functions and for types, too. A package's own `__init__` is left out: it names what it holds."""
+    ids = {".".join(("pipefit", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in MODULES}
+    known: dict[str, set[str]] = {}
+    for name, path in ids.items():
+        targets = [target.split(".") for target, _, _ in imports(path)]
+        known[name] = {".".join(parts[:k]) for parts in targets for k in range(1, len(parts) + 1)} & ids.keys()
+    circles = []
+
+    def follow(name: str, way: tuple[str, ...]) -> None:
+        if name in way:
+            circles.append(" -> ".join((*way[way.index(name) :], name)))
+        elif name not in done:
+            for target in sorted(known[name] - PARTS_OF.get(name, set())):
+                follow(target, (*way, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in ids:
+        follow(name, ())
+    assert not circles, "\n".join(circles)
+    assert sum(map(len, known.values())) > 300, "this test must see the imports"
 
 
 def test_torch_is_imported_where_it_may_be() -> None:

@@ -73,7 +73,8 @@ def _measure(
 
     from pipefit.codec import dump_text
     from pipefit.profile.links import SIZES
-    from pipefit.profile.session import ProfileConfig, run
+    from pipefit.profile.session import run
+    from pipefit.profile.state import ProfileConfig
 
     config = ProfileConfig(
         output=output, name=name, models=tuple(model), sequence=sequence, tokens=tokens, dtype=dtype, rails=rails,

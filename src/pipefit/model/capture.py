@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from pipefit.errors import ModelError
 from pipefit.model.convert import Emitter, Unconvertible, convert
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Shape, Tensor
+from pipefit.model.layers import USER, build_layers, typed_config
 from pipefit.model.lift import lift
 from pipefit.model.ops import KINDS
-from pipefit.model.registry import USER, build_layers, typed_config
 
 if TYPE_CHECKING:
     import torch

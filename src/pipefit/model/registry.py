@@ -7,23 +7,30 @@ A source is a built-in name (`BUILTINS`), a directory with a Hugging Face config
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError
-from pipefit.model.configs import FAMILIES, ModelConfig
+from pipefit.model.configs import FAMILIES
 from pipefit.model.graph import Model
+from pipefit.model.layers import USER, build_layers, typed_config
 
-if TYPE_CHECKING:
-    import torch
-
-USER = "user"
-"The family of models that a user's function builds; its configuration has the one field `source`."
+__all__ = [
+    "USER",
+    "Described",
+    "build_layers",
+    "builtin_names",
+    "describe",
+    "open_model",
+    "parameter_count",
+    "resolve",
+    "save_model",
+    "typed_config",
+]
 
 _BUILTIN_DIRECTORY = Path(__file__).parent / "builtin"
 
@@ -83,36 +90,6 @@ def describe(config: Mapping[str, Any], name: str, where: str) -> Described:
         allowed=known,
         next_step="write the layers as nn.Modules and give FILE.py:FUNCTION",
     )
-
-
-def typed_config(family: str, config: Mapping[str, Any], where: str = "config") -> ModelConfig:
-    """The typed configuration of a family. Raises ModelError for an unknown family or bad fields."""
-    if family not in FAMILIES:
-        raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
-    return FAMILIES[family].read(config, where)
-
-
-def build_layers(
-    family: str, config: Mapping[str, Any], device: str = "meta", dtype: torch.dtype | None = None
-) -> list[torch.nn.Module]:
-    """The chain of layers as plain modules, each with `.layer_name` and `.parameter_names` (local -> global).
-
-    `dtype` None is torch's default. On a real device the parameters have their first values (torch's generator).
-    Tied parameters are one nn.Parameter in two layers.
-    """
-    import torch
-
-    from pipefit.model.families import finish
-
-    if family == USER:
-        from pipefit.model.user import load_function
-
-        return finish(load_function(str(config.get("source", "")))(), device, dtype)
-    typed = typed_config(family, config)
-    builder = importlib.import_module(FAMILIES[family].builder)
-    with torch.device(device):
-        layers = builder.build(typed)
-    return finish(layers, device, dtype, typed)
 
 
 def open_model(source: str) -> Model:

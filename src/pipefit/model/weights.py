@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
 from pipefit.model.configs import Stored
-from pipefit.model.registry import USER, typed_config
+from pipefit.model.layers import USER, typed_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -7,7 +7,7 @@ same points, as they will compute in training.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,9 +20,7 @@ from pipefit.profile.board import Board
 from pipefit.profile.fit import fit_layer
 from pipefit.profile.layers import LayerBench, Samples, Subject, feasible, overhead, survey, typical
 from pipefit.profile.points import Point, first_points, refined
-
-if TYPE_CHECKING:
-    from pipefit.profile.session import Session
+from pipefit.profile.state import Session
 
 LAYERS_S = 3600.0
 """How long ranks wait for the ones that measure layers."""

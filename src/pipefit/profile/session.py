@@ -7,10 +7,9 @@ links, so that a network that fails does not cost what needed none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,47 +17,18 @@ import torch.distributed as dist
 from pipefit.cluster.files import save
 from pipefit.cluster.types import Cluster
 from pipefit.codec import from_data, to_data
-from pipefit.errors import ClusterError
-from pipefit.profile.assemble import Findings, assemble, check_same_software, host_ranks, short_kinds
-from pipefit.profile.board import Board
+from pipefit.profile.assemble import assemble
 from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
-from pipefit.profile.device import introduce, rates
-from pipefit.profile.facts import Member, Rates, middle_rates
+from pipefit.profile.device import rates
+from pipefit.profile.facts import Rates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
-from pipefit.profile.links import SIZES, LinkSample, LinkSurvey
+from pipefit.profile.links import LinkSample, LinkSurvey
 from pipefit.profile.links import survey as survey_links
-from pipefit.profile.partial import Partial, PartialFile
+from pipefit.profile.state import ProfileConfig, Session, Show
 from pipefit.profile.tournament import rounds, several
 from pipefit.profile.wire import OPERATIONS, Wire
 from pipefit.run.comms import backend_for
 from pipefit.run.setup import World, choose_device
-
-Show = Callable[[str, int, int], None]
-"""Progress: (what is measured, done, total)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileConfig:
-    """What to measure and how thoroughly."""
-
-    output: Path
-    name: str = ""
-    "Of the cluster; '' is the file's name."
-    models: tuple[str, ...] = ()
-    "Whose layers to measure: built-in names, directories, files."
-    sequence: int = 1024
-    tokens: int = 0
-    "Tokens of the largest microbatch on a device; 0: eight sequences."
-    dtype: str = ""
-    "float32, bfloat16 or float64; '' is bfloat16 on GPUs and float32 elsewhere."
-    layer_rounds: int = 5
-    link_rounds: int = 3
-    sizes_bytes: tuple[int, ...] = SIZES
-    rails: int = 1
-    "Networks between hosts; the devices of a host take them in turn."
-    device: str = "auto"
-    timeout_s: float = 60.0
-    "For one round of links; a rank that does not answer for so long is lost."
 
 
 def run(config: ProfileConfig, show: Show) -> Cluster:
@@ -80,27 +50,13 @@ def run(config: ProfileConfig, show: Show) -> Cluster:
             timeout=timedelta(seconds=config.timeout_s / 2),
         )
     try:
-        return Session(config, world, show if world.rank == 0 else _silent).measure()
+        return Profile(config, world, show if world.rank == 0 else _silent).measure()
     finally:
         world.stop()
 
 
-class Session:
+class Profile(Session):
     """The phases of one profile on one rank."""
-
-    def __init__(self, config: ProfileConfig, world: World, show: Show) -> None:
-        self.config, self.device, self.show = config, world.device, show
-        self.rank = world.rank
-        self.started = time.monotonic()
-        self.board = Board(world.store, world.rank, range(world.size), config.timeout_s)
-        introduced = self.board.gather(to_data(introduce(world.rank, world.local_rank, world.local_size, self.device)))
-        self.require_all("start")
-        self.members = [from_data(Member, introduced[rank], f"rank {rank}") for rank in sorted(introduced)]
-        check_same_software(self.members)
-        self.hosts = host_ranks(self.members)
-        self.kinds = short_kinds(self.members)
-        self.found = Findings(members=self.members)
-        self.file = PartialFile(config.output if self.rank == 0 else None)
 
     def measure(self) -> Cluster:
         """All phases in order."""
@@ -140,8 +96,6 @@ class Session:
             same = [other.rank for other in self.members if self.kinds[other.kind] == name]
             self.found.rates[name] = middle_rates([from_data(Rates, each[rank], f"rank {rank}") for rank in same])
         self.show("devices", 1, 1)
-
-    # ---- links --------------------------------------------------------------------------------------------------
 
     def _inside(self) -> None:
         games = several([ranks for ranks in self.hosts.values() if len(ranks) > 1])
@@ -200,41 +154,6 @@ class Session:
             spread = [(max(c) - min(c)) / t for c, t in zip(columns, time_s, strict=True)]
             self.found.collectives.append(collective_curve(cluster, operation, ranks, sizes, time_s, spread))
         self.show("collectives", len(jobs), len(jobs))
-
-    # ---- failures -----------------------------------------------------------------------------------------------
-
-    def keep(self, phase: str, force: bool = False) -> None:
-        self.file.write(
-            Partial(
-                phase=phase,
-                members=tuple(self.members),
-                lost={str(rank): why for rank, why in self.board.lost.items()},
-                inside=tuple(self.found.inside),
-                rails={name: tuple(samples) for name, samples in self.found.rails.items()},
-                layers=tuple(self.found.layers),
-            ),
-            force,
-        )
-
-    def require_all(self, phase: str) -> None:
-        """Raise the error that names the hosts of lost ranks, after keeping what was measured."""
-        if not self.board.lost:
-            return
-        if phase == "start":
-            raise ClusterError(
-                f"These ranks did not start: {', '.join(map(str, self.board.lost))}.",
-                where="start of the profile",
-                seen=f"{len(self.board.members)} ranks within {self.config.timeout_s:g} s",
-            )
-        self.keep(phase, force=True)
-        hosts = dict.fromkeys(self.members[rank].host for rank in self.board.lost)
-        rank, why = next(iter(self.board.lost.items()))
-        raise ClusterError(
-            f"Host {', '.join(hosts)} failed while measuring: {phase}.",
-            where=f"rank {', '.join(map(str, self.board.lost))}",
-            seen=f"rank {rank}: {why}",
-            next_step=f"mend or leave out that host and measure again; what was measured is in {self.file.path}",
-        )
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -1,0 +1,97 @@
+"""What one rank of a profile holds while it measures, and how it ends when others are lost: the phases add to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipefit.codec import from_data, to_data
+from pipefit.errors import ClusterError
+from pipefit.profile.assemble import Findings, check_same_software, host_ranks, short_kinds
+from pipefit.profile.board import Board
+from pipefit.profile.device import introduce
+from pipefit.profile.facts import Member
+from pipefit.profile.links import SIZES
+from pipefit.profile.partial import Partial, PartialFile
+from pipefit.run.setup import World
+
+Show = Callable[[str, int, int], None]
+"""Progress: (what is measured, done, total)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """What to measure and how thoroughly."""
+
+    output: Path
+    name: str = ""
+    "Of the cluster; '' is the file's name."
+    models: tuple[str, ...] = ()
+    "Whose layers to measure: built-in names, directories, files."
+    sequence: int = 1024
+    tokens: int = 0
+    "Tokens of the largest microbatch on a device; 0: eight sequences."
+    dtype: str = ""
+    "float32, bfloat16 or float64; '' is bfloat16 on GPUs and float32 elsewhere."
+    layer_rounds: int = 5
+    link_rounds: int = 3
+    sizes_bytes: tuple[int, ...] = SIZES
+    rails: int = 1
+    "Networks between hosts; the devices of a host take them in turn."
+    device: str = "auto"
+    timeout_s: float = 60.0
+    "For one round of links; a rank that does not answer for so long is lost."
+
+
+class Session:
+    """What a rank knows and has found so far. All ranks make theirs together: they introduce themselves."""
+
+    def __init__(self, config: ProfileConfig, world: World, show: Show) -> None:
+        self.config, self.device, self.show = config, world.device, show
+        self.rank = world.rank
+        self.started = time.monotonic()
+        self.board = Board(world.store, world.rank, range(world.size), config.timeout_s)
+        introduced = self.board.gather(to_data(introduce(world.rank, world.local_rank, world.local_size, self.device)))
+        self.require_all("start")
+        self.members = [from_data(Member, introduced[rank], f"rank {rank}") for rank in sorted(introduced)]
+        check_same_software(self.members)
+        self.hosts = host_ranks(self.members)
+        self.kinds = short_kinds(self.members)
+        self.found = Findings(members=self.members)
+        self.file = PartialFile(config.output if self.rank == 0 else None)
+
+    def keep(self, phase: str, force: bool = False) -> None:
+        """Write what was found so far, now and then or by `force`."""
+        self.file.write(
+            Partial(
+                phase=phase,
+                members=tuple(self.members),
+                lost={str(rank): why for rank, why in self.board.lost.items()},
+                inside=tuple(self.found.inside),
+                rails={name: tuple(samples) for name, samples in self.found.rails.items()},
+                layers=tuple(self.found.layers),
+            ),
+            force,
+        )
+
+    def require_all(self, phase: str) -> None:
+        """Raise the error that names the hosts of lost ranks, after keeping what was measured."""
+        if not self.board.lost:
+            return
+        if phase == "start":
+            raise ClusterError(
+                f"These ranks did not start: {', '.join(map(str, self.board.lost))}.",
+                where="start of the profile",
+                seen=f"{len(self.board.members)} ranks within {self.config.timeout_s:g} s",
+            )
+        self.keep(phase, force=True)
+        hosts = dict.fromkeys(self.members[rank].host for rank in self.board.lost)
+        rank, why = next(iter(self.board.lost.items()))
+        raise ClusterError(
+            f"Host {', '.join(hosts)} failed while measuring: {phase}.",
+            where=f"rank {', '.join(map(str, self.board.lost))}",
+            seen=f"rank {rank}: {why}",
+            next_step=f"mend or leave out that host and measure again; what was measured is in {self.file.path}",
+        )
