@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from pipefit.run.fresh import check_cluster
 from pipefit.run.launch import launch_lines
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.state import all_pieces, stored_pieces
+from pipefit.run.train import Run
 from pipefit.run.worker import StepResult
 
 
@@ -64,6 +66,7 @@ def test_two_processes_train_save_and_one_process_goes_on(tmp_path):
         "4",
         "--save-every",
         "4",
+        "--async-save",
         "--trace",
         "2",
         "--tensorboard",
@@ -275,6 +278,40 @@ def test_a_disk_that_cannot_be_written_is_told(tmp_path, alone):
         assert code == 2 and f"pipefit: {what} cannot be written." in err and str(run / name) in err, err
         assert ("File exists" if name == "weights" else "No space left on device") in err and "Traceback" not in err
         (run / name).unlink()
+
+
+def test_checkpoints_are_written_while_steps_run(tmp_path, monkeypatch, alone):
+    """Each save of the thread waits until the next step has been taken; the last before the run ends."""
+    real, stepped, seen = checkpoint.save, threading.Event(), []
+
+    def late(directory, step, *arguments, **options):
+        if step < 3:
+            assert stepped.wait(60), "no step was taken during the save"
+        seen.append(step)
+        return real(directory, step, *arguments, **options)
+
+    def watched(self, step):
+        result = take(self, step)
+        if step:
+            stepped.set()
+        return result
+
+    take = Run.step
+    monkeypatch.setattr(checkpoint, "save", late)
+    monkeypatch.setattr(Run, "step", watched)
+    text = toys.write_text(tmp_path)
+    path, _ = toys.write_plan(tmp_path, microbatches=2)
+    run = tmp_path / "run"
+    assert train(path, text, run, "--async-save", "--save-every", "1", "--keep", "2", steps=3) == (0, "")
+    assert seen == [1, 2, 3]
+    assert [checkpoint.read_manifest(f).step for f in sorted((run / "checkpoints").iterdir())] == [2, 3]
+    code, err = train(path, text, run, "--resume", str(run), steps=4)
+    assert (code, err) == (0, "")
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("in the way")
+    (run / "metrics.jsonl").unlink()
+    code, err = train(path, text, run, "--async-save", steps=1)
+    assert code == 2 and str(run / "checkpoints") in err and "Traceback" not in err, err
 
 
 def test_token_ids_of_the_model_outlive_training(tmp_path, alone):

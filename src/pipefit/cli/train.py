@@ -37,6 +37,7 @@ def command(
     eval_batches: int = typer.Option(8, help="Batches of an evaluation, at most."),
     save_every: int = typer.Option(0, help="Steps between checkpoints; 0: at the end only."),
     keep: int = typer.Option(3, help="Checkpoints kept."),
+    async_save: bool = typer.Option(False, "--async-save", help="Write checkpoints while the next steps run."),
     log_every: int = typer.Option(1, help="Steps between printed lines."),
     tensorboard: bool = typer.Option(False, "--tensorboard", help="Write TensorBoard files as well."),
     trace: int = typer.Option(0, help="Write the times of this step's actions to trace.json."),
@@ -61,8 +62,8 @@ def command(
         TrainConfig(
             plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or ("stdlib",)), tokenizer=tokenizer,
             field=field, held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights,
-            eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep, log_every=log_every,
-            tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,
+            eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep, async_save=async_save,
+            log_every=log_every, tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,
         )
     )  # fmt: skip
     loaded = load_plan(plan)

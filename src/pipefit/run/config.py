@@ -44,6 +44,8 @@ class TrainConfig:
     "Steps between checkpoints; 0: only at the end."
     keep: int = 3
     "Checkpoints kept."
+    async_save: bool = False
+    "Checkpoints are copied to CPU memory and written while the next steps run."
     log_every: int = 1
     "Steps between printed lines; reading the loss waits for the device."
     tensorboard: bool = False

@@ -58,6 +58,10 @@ class World:
         self.monitor = Monitor(self.store.clone(), self.rank, self.size, timeout_s)
         self.monitor.start()
 
+    def own_group(self) -> Any:
+        """A gloo group of all ranks for one thread's own use; None for one process alone. All ranks call together."""
+        return dist.new_group(backend="gloo") if self.size > 1 else None
+
     def from_rank_0(self, name: str, make: Callable[[], str]) -> str:
         """The text that rank 0 made; every rank raises rank 0's PipefitError if it could not."""
         return self._shared(name, self.rank == 0, make)

@@ -56,6 +56,8 @@ class Run:
         self.corpus.rows.require_batch(plan.job.batch)
         self.flops = model_flops(self.model, plan)
         self.start = resume(self.worker, plan, config, self.corpus, world) if config.resume else 0
+        self._save_group = world.own_group() if config.async_save else world.cpu_group
+        self._pending: checkpoint.PendingSave | None = None
         self._fault = injected()
         self.data_s = 0.0
         "Time that preparing the data of the last step took."
@@ -90,6 +92,7 @@ class Run:
                 since, steps = now, 0
             if self.after(step, log, directory):
                 since, steps = time.perf_counter(), 0
+        self.wait_for_save()
         save_final(self.worker, directory / "weights", self.world)
 
     def after(self, step: int, log: Log | None, directory: Path) -> bool:
@@ -147,10 +150,20 @@ class Run:
             "rows_seen": step * self.plan.job.batch,
             "pipefit": __version__,
         }
-        pieces = all_pieces(self.worker, saving=True)
-        checkpoint.save(
-            directory / "checkpoints", step, pieces, extra, group=self.world.cpu_group, keep=self.config.keep
-        )
+        pieces, folder = all_pieces(self.worker, saving=True), directory / "checkpoints"
+        self.wait_for_save()
+        if self.config.async_save:
+            self._pending = checkpoint.save_async(
+                folder, step, pieces, extra, group=self._save_group, keep=self.config.keep
+            )
+        else:
+            checkpoint.save(folder, step, pieces, extra, group=self._save_group, keep=self.config.keep)
+
+    def wait_for_save(self) -> None:
+        """Until the save under way is complete, if there is one. Raises what it raised."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
 
 def resume(worker: Worker, plan: Plan, config: TrainConfig, corpus: Corpus, world: World) -> int:
