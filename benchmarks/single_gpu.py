@@ -9,11 +9,11 @@ MFU = model FLOPs per second / peak. Model FLOPs: matrix products and attention 
 FlopCounterMode counts them (full square of queries and keys, nothing recomputed). Peak: the data sheet's dense
 bfloat16 figure of the device, printed with its source, or --peak.
 
-Memory: predicted is 18 bytes a parameter (2 the parameter, 4 gradient, 4 master, 8 AdamW) + saved bytes of one
-microbatch + the largest passing tensors (logits' gradient, one widened chunk of logits); measured is
+Memory: predicted is what `pipefit plan` would say of one device of --cluster (the kind of device changes times, not
+bytes), for one stage and the same microbatches, its assumed workspace included; measured is
 torch.cuda.max_memory_allocated of the steps.
 
-    python benchmarks/single_gpu.py [--models llama-3.2-1b llama-3.2-3b] [--quick] [--json PATH]
+    python benchmarks/single_gpu.py [--models llama-3.2-1b llama-3.2-3b] [--cluster 1xH200] [--quick] [--json PATH]
 
 Needs a CUDA device. --quick trains a tiny shape on the CPU instead: it shows that the code runs, and measures nothing.
 """
@@ -33,18 +33,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipefit.cluster import Cluster, open_cluster
+from pipefit.cost.memory import Precision
 from pipefit.model.capture import capture
 from pipefit.model.graph import Model
-from pipefit.model.ops import graph_flops, saved_bytes
+from pipefit.model.ops import graph_flops
 from pipefit.model.registry import build_layers, resolve
+from pipefit.plan.build import build_plan
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.types import Job
 from pipefit.run.feed import Feed
 from pipefit.run.metrics import find_peak
-from pipefit.run.ops.cross_entropy import CHUNK_NUMBERS
 from pipefit.run.optimizer import AdamW, OptimizerConfig
 from pipefit.run.stage import StageLayer, StageProgram
 from provenance import provenance, write_result
-
-STATE_BYTES = 18
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Shape:
 
     device: torch.device
     dtype: torch.dtype
+    precision: Precision
     rows: int
     "Sequences of a microbatch."
     tokens: int
@@ -67,6 +71,7 @@ class Shape:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "llama-3.2-3b"])
+    parser.add_argument("--cluster", default="1xH200", help="one device of the kind that the memory is predicted for")
     parser.add_argument("--rows", type=int, default=4, help="sequences of a microbatch")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--microbatches", type=int, default=4)
@@ -87,14 +92,15 @@ def main() -> int:
         )
         return 2
     if a.quick:
-        shape = Shape(torch.device("cpu"), torch.float32, 2, 32, 2, a.recompute, 2, 1, "aot_eager")
-        a.models = ["tiny"]
+        shape = Shape(torch.device("cpu"), torch.float32, "float32", 2, 32, 2, a.recompute, 2, 1, "aot_eager")
+        a.models, a.cluster = ["tiny"], "local:1"
     else:
         shape = Shape(
-            torch.device("cuda"), torch.bfloat16, a.rows, a.tokens, a.microbatches, a.recompute, a.steps, 3, "inductor"
-        )
-    precision = "float32" if a.quick else "bfloat16"
-    peak = find_peak(shape.device, precision)
+            torch.device("cuda"), torch.bfloat16, "bfloat16", a.rows, a.tokens, a.microbatches, a.recompute, a.steps, 3,
+            "inductor",
+        )  # fmt: skip
+    cluster = open_cluster(a.cluster)
+    peak = find_peak(shape.device, shape.precision)
     flops_per_s, source = (a.peak, "--peak") if a.peak else (peak.flops_per_s, peak.source)
     print(f"peak used for MFU: {flops_per_s:.4g} FLOP/s ({source})")
     result: dict[str, Any] = {
@@ -103,20 +109,21 @@ def main() -> int:
         "peak_flops_per_s": flops_per_s,
         "peak_source": source,
         "shape": {k: str(v) if k in ("device", "dtype") else v for k, v in vars(shape).items()},
-        "models": {name: measure(name, shape, flops_per_s) for name in a.models},
+        "predicted_for": a.cluster,
+        "models": {name: measure(name, shape, cluster, flops_per_s) for name in a.models},
     }
     write_result(a.json, result)
     return 0 if all(row["losses_agree"] for row in result["models"].values()) else 1
 
 
-def measure(name: str, shape: Shape, peak: float) -> dict[str, Any]:
+def measure(name: str, shape: Shape, cluster: Cluster, peak: float) -> dict[str, Any]:
     """The three ways for one model: a table as it is printed."""
     described = resolve(name)
     model = capture(described.family, described.config)
     symbols = {"B": shape.rows, "T": shape.tokens}
     flops = sum(graph_flops(model.layer_graph(layer), symbols).total for layer in model.layers) * shape.microbatches
     tokens = shape.rows * shape.tokens * shape.microbatches
-    predicted = predict_bytes(model, shape, int(described.config["vocab_size"]))
+    predicted = predict_bytes(model, shape, cluster)
     print(f"{name}: {tokens} tokens and {flops:.4g} model FLOPs a step, predicted {predicted / 2**30:.2f} GiB")
     rows: dict[str, Any] = {}
     ways: dict[str, Callable[[], Any]] = {
@@ -151,19 +158,14 @@ def measure(name: str, shape: Shape, peak: float) -> dict[str, Any]:
     }
 
 
-def predict_bytes(model: Model, shape: Shape, vocabulary: int) -> int:
-    """Peak of pipefit's way: states, what one microbatch keeps, and the largest tensors that pass."""
-    parameters: dict[str, int] = {}
-    width = shape.dtype.itemsize
-    kept = 0
-    for layer in model.layers:
-        graph = model.layer_graph(layer)
-        kept += saved_bytes(graph, {"B": shape.rows, "T": shape.tokens}, width, shape.recompute).after_forward
-        for spec in graph.parameters:
-            parameters[layer.parameters[spec.name]] = torch.Size(spec.shape).numel()
-    logits = shape.rows * shape.tokens * vocabulary
-    states = STATE_BYTES if shape.dtype == torch.bfloat16 else 16
-    return sum(parameters.values()) * states + kept + logits * width + min(logits, CHUNK_NUMBERS) * 4
+def predict_bytes(model: Model, shape: Shape, cluster: Cluster) -> float:
+    """Peak of the only lane, as the planner's simulator tells a user of it: states, activations, workspace."""
+    job = Job(batch=shape.rows * shape.microbatches, sequence=shape.tokens, precision=shape.precision)
+    decisions = Decisions(stages=1, microbatches=shape.microbatches, recompute=(shape.recompute,))
+    plan = build_plan(model, cluster, job, decisions)
+    plan = predict(plan, model, simulate_plan(plan, model, cluster))
+    assert plan.prediction is not None
+    return plan.prediction.lanes[0].peak_bytes
 
 
 def timed(make: Callable[[], Any], shape: Shape) -> tuple[list[float], list[float], int]:

@@ -27,6 +27,19 @@ def test_quick_trains_the_same_model_three_ways(tmp_path):
     for name, row in ways.items():
         assert row["losses"] == pytest.approx(ways["pytorch eager"]["losses"], rel=1e-4), name
         assert row["losses"][-1] < row["losses"][0]
+    assert result["models"]["tiny"]["predicted_bytes"] == planned_bytes(result["shape"])
+
+
+def planned_bytes(shape):
+    """What a user reads of the same training in the plan that `pipefit plan` makes."""
+    words = ["--model", "tiny", "--local", "1", "--precision", shape["precision"], "--seq", str(shape["tokens"])]
+    words += ["--batch", str(shape["rows"] * shape["microbatches"]), "--json"]
+    pins = {"stages": 1, "replicas": 1, "microbatches": shape["microbatches"], "recompute": shape["recompute"]}
+    words += [word for key, value in pins.items() for word in ("--fix", f"{key}={value}")]
+    command = [sys.executable, "-m", "pipefit", "plan", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["prediction"]["lanes"][0]["peak_bytes"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
