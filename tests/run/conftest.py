@@ -19,6 +19,13 @@ def gloo_pool() -> Iterator:
     yield _POOLS[-1]
 
 
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """No launcher: the run is one process, this one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def pytest_sessionfinish() -> None:
     for pool in _POOLS:
         pool.close()

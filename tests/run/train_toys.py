@@ -13,7 +13,9 @@ from typing import Any
 
 import worker_plans as plans
 from pool import free_port
+from typer.testing import CliRunner
 
+from pipefit.cli import build_app
 from pipefit.plan.check import save_plan
 from pipefit.plan.types import Job, Plan
 
@@ -42,6 +44,12 @@ def command(plan: Path, text: Path, run_dir: Path, *options: str, steps: int = 4
         sys.executable, "-m", "pipefit", "train", str(plan), "-o", str(run_dir),
         "--data", str(text), "--steps", str(steps), "--held-out", "8", "--device", "cpu", *options,
     ]  # fmt: skip
+
+
+def train_here(plan: Path, text: Path, run: Path, *options: str, steps: int = 1) -> tuple[int, str]:
+    """(exit code, stderr) of a run of one process, in this process."""
+    result = CliRunner().invoke(build_app(), command(plan, text, run, *options, steps=steps)[3:])
+    return result.exit_code, result.stderr
 
 
 def environment(**extra: str) -> dict[str, str]:
