@@ -85,6 +85,7 @@ class KernelCosts:
         self.attention_again = attention_again
         self.notes: tuple[str, ...] = (f"kernels: {gpu}",)
         self._known: dict[object, LayerCost] = {}
+        self._graphs: dict[int, Graph] = {}
 
     def layer(
         self,
@@ -99,6 +100,7 @@ class KernelCosts:
         """The cost of `graph`; passing memory is not modelled. `collective_key` is the groups that run a collective at
         the same time; their size, not `collective`, decides its time here."""
         devices = len(collective_key[0]) if isinstance(collective_key, tuple) and collective_key else 1
+        self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
         key = (id(graph), place, precision, recompute, devices)
         if key not in self._known:
             self._known[key] = self._layer(graph, place, precision, recompute, devices)

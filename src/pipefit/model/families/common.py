@@ -32,14 +32,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Leaf(nn.Module):
     """A module that is one operator of a graph by its own word, because its inside cannot be exported.
 
-    A subclass sets `kind`, and gives the operator's attributes and its parameters in the operator's input order. Its
-    first argument has the shape of its output; its tensor arguments come before the parameters.
+    A subclass sets `kind`, and gives the operator's attributes and its parameters in the operator's input order, where
+    the operator has any. Its first argument has the shape of its output; its tensor arguments come before the
+    parameters.
     """
 
     kind: str
 
     def operator_attributes(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return {}
 
     def operator_parameters(self) -> tuple[str, ...]:
         return ()
