@@ -1,0 +1,1 @@
+"""Schedules fitted to true times and to the memory of every lane: see `pipefit.schedule.fit.instance`."""

@@ -1,0 +1,239 @@
+"""A scheduling problem as flat arrays, checked: what the constructions, the local search and the exact solver share.
+
+A **unit** is one slice of one microbatch, numbered microbatch * slices + slice. All stages run their forwards by
+ascending unit and their backwards in `backwards`: by ascending microbatch, the slices of one in descending order,
+because the keys and values of a slice collect gradients from later ones; the W's that are not part of a B keep that order, too. An **operation** is an action as an integer,
+(kind * stages + stage) * units + unit, with kinds 0 to 3 for F, I, W, B; the **orders** of a schedule are one array of
+operations for each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.types import ActionTable, CostTable
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import COMPUTE, Action, Schedule
+from pipefit.schedule.problem import Edge, Problem
+from pipefit.schedule.times import edge_table, match_edges
+
+Objective = Literal["makespan", "span"]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+F, I, W, B = range(4)  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Times are in seconds, memory in bytes; [kind, stage, unit] with kinds in the order F, I, W, B."""
+
+    placement: Ints
+    "`placement[s]` is the lane that holds stage s."
+    lanes: int
+    microbatches: int
+    slices: int
+    backwards: Ints
+    "The units in the order in which every stage goes back; forwards go by ascending unit."
+    time_s: Floats
+    "What the simulator takes: the overhead of an action included."
+    held_bytes: Floats
+    "What stays allocated after the operation (negative: what it frees)."
+    passing_bytes: Floats
+    "What it needs beside that while it runs."
+    may_split: NDArray[np.bool_]
+    "Per stage: whether I and W may run apart."
+    may_merge: NDArray[np.bool_]
+    "Per stage: whether they may run as B."
+    edges: tuple[Edge, ...]
+    source: Ints
+    "[edge], as are all that follow; the edges between stages of one lane are among them."
+    target: Ints
+    forward_s: Floats
+    "[edge, unit]: from the end of the producer until the tensor can be used, on a free port; 0 within a lane."
+    backward_s: Floats
+    forward_port_s: Floats
+    "The part of it during which the sender's port, one a lane, is busy."
+    backward_port_s: Floats
+    forward_bytes: Floats
+    "The receive buffer; 0 within a lane."
+    backward_bytes: Floats
+    limit_bytes: Floats
+    "Per lane: what actions may hold at once, the static bytes taken off; inf where there is no limit."
+    objective: Objective
+    "Makespan: the end of the last action. Span: the longest time from a lane's first action to its last."
+
+    @staticmethod
+    def of(problem: Problem, objective: Objective = "makespan") -> Instance:
+        """The instance of a problem with costs. Raises ScheduleError for times that no schedule can be made for."""
+        costs = problem.costs
+        if costs is None:
+            raise ScheduleError(
+                "Fitting a schedule needs the times and the memory of its actions.",
+                where="costs",
+                seen="none",
+                allowed="a cost table, or `--times F,I,W`",
+            )
+        shape = (problem.stages, problem.microbatches, problem.slices)
+        _check_times(costs, shape)
+        time_s, held, passing = np.zeros((3, 4, problem.stages, problem.microbatches * problem.slices))
+        for kind, name in enumerate(COMPUTE):
+            if name in costs.actions:
+                time_s[kind] = _dense(costs.actions[name].time_s, shape) + costs.overhead_s
+                held[kind] = _dense(costs.actions[name].held_bytes, shape)
+                passing[kind] = _dense(costs.actions[name].peak_bytes, shape)
+        limits = np.full(problem.lanes, np.inf) if problem.limit_bytes is None else np.array(problem.limit_bytes)
+        ahead = _transfers(problem, costs, "forward")
+        back = _transfers(problem, costs, "backward")
+        return Instance(
+            placement=np.array(problem.placement, dtype=np.int32),
+            lanes=problem.lanes,
+            microbatches=problem.microbatches,
+            slices=problem.slices,
+            backwards=backward_order(problem.microbatches, problem.slices),
+            time_s=time_s,
+            held_bytes=held,
+            passing_bytes=passing,
+            may_split=_may_split(costs, shape),
+            may_merge=np.full(problem.stages, "B" in costs.actions),
+            edges=problem.dag,
+            source=np.array([edge[0] for edge in problem.dag], dtype=np.int32),
+            target=np.array([edge[1] for edge in problem.dag], dtype=np.int32),
+            forward_s=ahead[0],
+            backward_s=back[0],
+            forward_port_s=ahead[1],
+            backward_port_s=back[1],
+            forward_bytes=ahead[2],
+            backward_bytes=back[2],
+            limit_bytes=limits - costs.static_bytes,
+            objective=objective,
+        )
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def units(self) -> int:
+        return self.microbatches * self.slices
+
+    def operation(self, kind: int, stage: int, unit: int) -> int:
+        """An action as an integer."""
+        return (kind * self.stages + stage) * self.units + unit
+
+    def parts(self, operation: int) -> tuple[int, int, int]:
+        """(kind, stage, unit) of an operation."""
+        row, unit = divmod(int(operation), self.units)
+        return row // self.stages, row % self.stages, unit
+
+    def held(self, lane: int) -> tuple[int, ...]:
+        """The stages of a lane, ascending."""
+        return tuple(np.flatnonzero(self.placement == lane).tolist())
+
+    def work_s(self) -> Floats:
+        """Per lane: the least time that its actions take, each unit's backward split or merged as it is quicker."""
+        split = np.where(self.may_split[:, None], self.time_s[I] + self.time_s[W], np.inf)
+        merged = np.where(self.may_merge[:, None], self.time_s[B], np.inf)
+        by_stage = (self.time_s[F] + np.minimum(split, merged)).sum(axis=1)
+        return np.bincount(self.placement, weights=by_stage, minlength=self.lanes).astype(np.float64)
+
+
+def backward_order(microbatches: int, slices: int) -> Ints:
+    """The units in the order of backwards: microbatches ascending, the slices of each descending."""
+    return np.arange(microbatches * slices, dtype=np.int32).reshape(microbatches, slices)[:, ::-1].reshape(-1)
+
+
+def orders_of(instance: Instance, schedule: Schedule) -> list[Ints]:
+    """The orders of a computed schedule of the instance."""
+    codes = {name: kind for kind, name in enumerate(COMPUTE)}
+    return [
+        np.array(
+            [instance.operation(codes[a.kind], a.stage, a.microbatch * instance.slices + a.slice) for a in lane],
+            dtype=np.int32,
+        )
+        for lane in schedule.lanes
+    ]
+
+
+def schedule_of(instance: Instance, orders: Sequence[Ints], name: str = "fit") -> Schedule:
+    """The computed schedule with these orders."""
+    lanes = []
+    for order in orders:
+        row = []
+        for operation in order.tolist():
+            kind, stage, unit = instance.parts(operation)
+            row.append(Action(COMPUTE[kind], stage, *divmod(unit, instance.slices)))
+        lanes.append(tuple(row))
+    return Schedule(
+        name=name,
+        placement=tuple(instance.placement.tolist()),
+        microbatches=instance.microbatches,
+        slices=instance.slices,
+        lanes=tuple(lanes),
+    )
+
+
+def _dense(table: Floats, shape: tuple[int, int, int]) -> Floats:
+    """[stage, unit] of an array that broadcasts over [stage, microbatch, slice]."""
+    return np.broadcast_to(table, shape).reshape(shape[0], -1)
+
+
+def _may_split(costs: CostTable, shape: tuple[int, int, int]) -> NDArray[np.bool_]:
+    """Per stage: whether I and W can run apart. Where W takes no time there is nothing to put off."""
+    if "I" not in costs.actions or "W" not in costs.actions:
+        return np.zeros(shape[0], dtype=np.bool_)
+    weight_s = _dense(costs.actions["W"].time_s, shape)
+    return np.asarray((weight_s > 0).all(axis=1) | ("B" not in costs.actions))
+
+
+def _transfers(problem: Problem, costs: CostTable, way: str) -> tuple[Floats, Floats, Floats]:
+    """(time, port time, receive buffer) by [edge, unit], of one direction; zeros for edges within a lane."""
+    shape = (len(problem.dag), problem.microbatches, problem.slices)
+    whole, port, size = np.zeros((3, shape[0], shape[1] * shape[2]))
+    crossing = [place for place, (s, t, _) in enumerate(problem.dag) if problem.placement[s] != problem.placement[t]]
+    matched = match_edges([problem.dag[place] for place in crossing], costs)
+    if crossing:
+        part = (len(crossing), *shape[1:])
+        for table, field in ((whole, "s"), (port, "port_s"), (size, "bytes")):
+            table[crossing] = _dense(edge_table(matched, f"{way}_{field}"), part)
+    return whole, port, size
+
+
+def _check_times(costs: CostTable, shape: tuple[int, int, int]) -> None:
+    """Raise ScheduleError for a time that is negative, or zero where there must be work."""
+    for name in COMPUTE:
+        if name in costs.actions:
+            _check_time(name, costs.actions[name], shape, zero=name in "IW")
+    if "F" not in costs.actions or not ("B" in costs.actions or {"I", "W"} <= costs.actions.keys()):
+        raise ScheduleError(
+            "The cost table lacks the times of a forward or a backward.",
+            where="costs",
+            seen=", ".join(costs.actions) or "none",
+            allowed="F, and B or both of I and W",
+        )
+    if "B" not in costs.actions:
+        split = ActionTable(
+            time_s=costs.actions["I"].time_s + costs.actions["W"].time_s,
+            held_bytes=costs.actions["I"].held_bytes,
+            peak_bytes=costs.actions["I"].peak_bytes,
+        )
+        _check_time("I and W together", split, shape, zero=False)
+
+
+def _check_time(name: str, table: ActionTable, shape: tuple[int, int, int], zero: bool) -> None:
+    time_s = _dense(table.time_s, shape)
+    wrong = ~np.isfinite(time_s) | ((time_s < 0) if zero else (time_s <= 0))
+    if wrong.any():
+        stage, unit = (int(place) for place in np.argwhere(wrong)[0])
+        raise ScheduleError(
+            "An action has a time that no schedule can be made for.",
+            where=f"{name} of stage {stage}, microbatch {unit // shape[2]}",
+            seen=f"{time_s[stage, unit]:g} s",
+            allowed="0 s or more" if zero else "more than 0 s",
+            next_step="give the times of one F, one I and one W, for example `--times 28,28,20`",
+        )
