@@ -21,16 +21,26 @@ def hidden_s(reduce_s: float, layers: Sequence[Piece], bucket_bytes: float = BUC
 
     Seconds are shared out over the buckets by their bytes. 0 where nothing is reduced or all is one bucket.
     """
+    left = left_lines(layers, bucket_bytes)
+    if not left:
+        return 0.0
+    return reduce_s - max(0.0, *(share * reduce_s - beside_s for share, beside_s in left))
+
+
+def left_lines(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[tuple[float, float]]:
+    """(share, seconds) of every bucket: at least share x the whole reduction - seconds of it are left after the
+    backward, because the bucket and those behind it cannot start sooner. Empty where nothing is reduced."""
     pieces = buckets(layers, bucket_bytes)
     whole = sum(size for size, _ in pieces)
     if not whole:
-        return 0.0
+        return []
     backward_s = sum(seconds for _, seconds in layers)
-    left_s, after_s = 0.0, 0.0
+    found: list[tuple[float, float]] = []
+    behind = 0.0
     for size, complete_s in reversed(pieces):
-        left_s += reduce_s * size / whole
-        after_s = max(after_s, left_s - (backward_s - complete_s))
-    return reduce_s - after_s
+        behind += size
+        found.append((behind / whole, backward_s - complete_s))
+    return found
 
 
 def buckets(layers: Sequence[Piece], bucket_bytes: float = BUCKET_BYTES) -> list[Piece]:

@@ -17,7 +17,7 @@ from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_
 from pipefit.cost.curves import stage_overhead_s
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.network import Network
-from pipefit.cost.overlap import hidden_s
+from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
@@ -120,15 +120,26 @@ def reduce_hidden_s(
     stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> Mapping[str, float]:
     """Seconds of the stage's reduction (`once_s`) that run beside its last backward, if that is a B or a W."""
-    share = min(network.kinds[device].overlap for device in stage.group.devices)
-    if not share or not once_s:
+    if not once_s:
         return {"B": 0.0, "W": 0.0}
+    share, pieces = beside_backward(stage, work, network, layers)
+    return {kind: share * hidden_s(once_s, pieces[kind]) if share else 0.0 for kind in ("B", "W")}
+
+
+def beside_backward(
+    stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
+) -> tuple[float, Mapping[str, Sequence[Piece]]]:
+    """The share of the stage's reduction beside its last backward that is free; and, where it is not 0, of every layer
+    the (bytes of gradients, seconds of a last backward of that kind: B or W)."""
+    share = min(network.kinds[device].overlap for device in stage.group.devices)
+    if not share:
+        return 0.0, {}
     by_place = list(_costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers))
     each = [_worst(costs) for costs in zip(*by_place, strict=True)] if len(by_place) > 1 else by_place[0]
     width = GRADIENT_BYTES[work.precision]
     sizes = [max(_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
     times = {"B": [cost.input_s + cost.weight_s for cost in each], "W": [cost.weight_s for cost in each]}
-    return {kind: share * hidden_s(once_s, list(zip(sizes, seconds, strict=True))) for kind, seconds in times.items()}
+    return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
 
 
 def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
