@@ -1,0 +1,1 @@
+"""What others published, in our own words, to compare with on equal terms."""
