@@ -119,7 +119,7 @@ def timeline_section(subject: Subject, kinds: Iterable[str], left_out: int) -> s
     return card(
         "timeline-section",
         "Timeline of one step",
-        f'<p class="lead">{_timeline_lead(subject, traced)}</p>{_left_out(left_out)}'
+        f'<p class="lead">{_timeline_lead(subject, traced)}{_shades(subject)}</p>{_left_out(left_out)}'
         f'<div class="controls"><div class="group" role="group" aria-label="Kinds of action">{legend}</div></div>'
         f'<div class="controls"><div class="group" role="group" aria-label="What is shown">{switches}</div>'
         f'<span class="spring"></span><div class="group" role="group" aria-label="View">{moves}'
@@ -147,6 +147,11 @@ def _timeline_lead(subject: Subject, traced: bool) -> str:
     if record is not None:
         return "The run left no trace, so only the prediction is drawn."
     return "The plan has not run: this is the simulator's prediction, one row a lane."
+
+
+def _shades(subject: Subject) -> str:
+    schedule = subject.simulation.timeline.schedule
+    return " A lane's later stages are lighter." if schedule.stages > len(schedule.lanes) else ""
 
 
 def _left_out(count: int) -> str:

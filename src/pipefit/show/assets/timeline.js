@@ -14,6 +14,7 @@ const KINDS = {
   NORM: { group: "O", name: "gradient norm", colour: "--o", ink: "--o-ink", pattern: "crossed" },
   STEP: { group: "O", name: "optimizer step", colour: "--o", ink: "--o-ink", pattern: "crossed" },
 };
+const LIGHTEST = 0.58; // of white, in the last of a lane's stages
 
 class TimelineView {
   constructor(data) {
@@ -39,7 +40,9 @@ class TimelineView {
     const link = span => KINDS[span.action.kind].link === true;
     const byStart = (a, b) => a.start - b.start || a.index - b.index;
     row.channels = [row.spans.filter(span => !link(span)), row.spans.filter(link)].map(spans => spans.slice().sort(byStart));
-    row.several = new Set(row.spans.map(span => span.action.stage).filter(stage => stage >= 0)).size > 1;
+    const held = [...new Set(row.spans.map(span => span.action.stage).filter(stage => stage >= 0))].sort((a, b) => a - b);
+    row.several = held.length > 1;
+    row.shades = new Map(held.map((stage, k) => [stage, row.several ? k / (held.length - 1) : 0]));
     row.last = row.spans.reduce((most, span) => Math.max(most, span.stop), 0);
     row.longest = row.channels.map(spans => spans.reduce((most, span) => Math.max(most, span.stop - span.start), 0));
     if (row.trace === "predicted") {
@@ -119,10 +122,20 @@ class TimelineView {
     this.waiting = requestAnimationFrame(() => { this.waiting = 0; this.draw(); });
   }
 
-  pattern(kind) {
-    if (this.patterns[kind]) return this.patterns[kind];
-    const base = colour(KINDS[kind].colour), style = KINDS[kind].pattern;
-    if (!style) return this.patterns[kind] = base;
+  // A lane's stages in the order of the model, from the colour of the kind to a light shade of it.
+  shade(row, span) { return KINDS[span.action.kind].link ? 0 : row.shades.get(span.action.stage) || 0; }
+  tint(kind, shade) {
+    const base = colour(KINDS[kind].colour);
+    if (!shade) return base;
+    const part = k => Math.round(parseInt(base.slice(1 + 2 * k, 3 + 2 * k), 16) * (1 - LIGHTEST * shade) + 255 * LIGHTEST * shade);
+    return `rgb(${part(0)}, ${part(1)}, ${part(2)})`;
+  }
+
+  pattern(kind, shade) {
+    const key = `${kind} ${shade}`;
+    if (this.patterns[key]) return this.patterns[key];
+    const base = this.tint(kind, shade), style = KINDS[kind].pattern;
+    if (!style) return this.patterns[key] = base;
     const size = 6, tile = document.createElement("canvas"), ratio = this.ratio;
     tile.width = tile.height = size * ratio;
     const c = tile.getContext("2d");
@@ -137,7 +150,7 @@ class TimelineView {
     if (style === "dotted") { c.beginPath(); c.arc(1.5, 1.5, 0.9, 0, 7); c.arc(4.5, 4.5, 0.9, 0, 7); c.fill(); }
     const made = this.context.createPattern(tile, "repeat");
     made.setTransform(new DOMMatrix().scale(1 / ratio));
-    return this.patterns[kind] = made;
+    return this.patterns[key] = made;
   }
 
   draw() {
@@ -213,23 +226,27 @@ class TimelineView {
       this.drawn++;
       if (x - begin > 1) { c.fillStyle = colour(kind.colour); c.fillRect(begin + 0.7, y + h - 2, x - begin - 0.7, 2); }
       if (width < 1) { const at = Math.floor(x); if (seen[kind.group] === at) continue; seen[kind.group] = at; }
-      c.fillStyle = width > 7 && h > 4 ? this.pattern(span.action.kind) : colour(kind.colour);
+      const shade = this.shade(row, span);
+      c.fillStyle = width > 7 && h > 4 ? this.pattern(span.action.kind, shade) : this.tint(span.action.kind, shade);
       c.fillRect(x, y, width > 3 ? width - 0.7 : width, h);
-      if (channel === 0 && width > 24 && h >= 11) this.label(c, span, kind, row.several, x, y, width, h);
+      if (channel === 0 && width > 12 && h >= 11) this.label(c, row, span, shade, x, y, width, h);
       if (this.sets.critical && span.critical) { c.strokeStyle = colour("--path"); c.lineWidth = 2; c.strokeRect(x + 1, y + 1, Math.max(0.5, width - 2.7), h - 2); }
       if (this.chosen && this.chosen.span === span) { c.strokeStyle = colour("--ink"); c.lineWidth = 2.5; c.strokeRect(x - 1, y - 1, width + 1.4, h + 2); }
     }
   }
 
-  label(c, span, kind, several, x, y, width, h) {
-    // As schedules write it; the stage only where the lane holds several.
-    const a = span.action, text = a.microbatch < 0 ? a.kind : (several ? a.stage : "") + a.kind + a.microbatch + (this.data.slices > 1 ? "/" + a.slice : "");
+  label(c, row, span, shade, x, y, width, h) {
+    // As schedules write it, the stage only where the lane holds several; where that does not fit, as papers do: the
+    // microbatch alone.
+    const a = span.action, kind = KINDS[a.kind], part = this.data.slices > 1 ? "/" + a.slice : "";
+    const texts = a.microbatch < 0 ? [a.kind] : [(row.several ? a.stage : "") + a.kind + a.microbatch + part, a.microbatch + part];
     c.font = `600 ${h < 14 ? 10 : 11}px system-ui, sans-serif`;
-    const wide = c.measureText(text).width, left = Math.max(x, this.gutter), right = Math.min(x + width, this.width - 4);
-    if (wide > right - left - 6) return;
-    const centre = (left + right) / 2;
-    if (kind.pattern) { c.fillStyle = colour(kind.colour); c.fillRect(centre - wide / 2 - 2.5, y + 1.5, wide + 5, h - 3); }
-    c.fillStyle = colour(kind.ink); c.textAlign = "center";
+    const left = Math.max(x, this.gutter), right = Math.min(x + width, this.width - 4);
+    const text = texts.find(text => c.measureText(text).width <= right - left - 6);
+    if (text === undefined) return;
+    const centre = (left + right) / 2, wide = c.measureText(text).width;
+    if (kind.pattern) { c.fillStyle = this.tint(a.kind, shade); c.fillRect(centre - wide / 2 - 2.5, y + 1.5, wide + 5, h - 3); }
+    c.fillStyle = shade > 0.4 ? "#1b1f24" : colour(kind.ink); c.textAlign = "center";
     c.fillText(text, centre, y + h / 2 + 0.5);
   }
 
