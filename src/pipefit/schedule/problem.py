@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipefit.cost.types import ActionTable, CostTable, EdgeCost
+from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 
 Edge = tuple[int, int, str]
@@ -98,33 +98,35 @@ def uniform_costs(
     placement: Sequence[int],
     edges: Sequence[Edge] | None = None,
     *,
-    forward_s: float = 1.0,
-    input_s: float = 1.0,
-    weight_s: float = 1.0,
+    forward_s: float | Sequence[float] = 1.0,
+    input_s: float | Sequence[float] = 1.0,
+    weight_s: float | Sequence[float] = 1.0,
     transfer_s: float = 0.0,
     port_s: float = 0.0,
+    held_bytes: tuple[float, float, float] = (1.0, 0.0, -1.0),
 ) -> CostTable:
-    """A cost table in which all stages are alike: what drawings, defaults and closed forms use.
+    """A cost table in which all stages are alike, or differ in their times only: what drawings, defaults, benchmarks
+    and closed forms use.
 
-    B takes `input_s + weight_s`. A forward holds 1 byte; B or W frees it; I changes nothing.
+    A time is one number, or one for each stage. B takes I's and W's time together. `held_bytes` is what F, I and W
+    add to the memory: by default a forward holds 1 byte, B or W frees it, and I changes nothing.
     """
     stages = len(placement)
     lanes = max(placement) + 1
+    forward, backward, weight = (
+        np.reshape(np.asarray(t, dtype=np.float64), (-1, 1, 1)) for t in (forward_s, input_s, weight_s)
+    )
 
-    def action(time_s: float, held_bytes: float) -> ActionTable:
-        return ActionTable(
-            time_s=np.full((1, 1, 1), float(time_s)),
-            held_bytes=np.full((1, 1, 1), held_bytes),
-            peak_bytes=np.zeros((1, 1, 1)),
-        )
+    def action(time_s: Array, held: float) -> ActionTable:
+        return ActionTable(time_s=time_s, held_bytes=np.full((1, 1, 1), held), peak_bytes=np.zeros((1, 1, 1)))
 
     transfer, port, none = np.full((1, 1), float(transfer_s)), np.full((1, 1), float(port_s)), np.zeros((1, 1))
     return CostTable(
         actions={
-            "F": action(forward_s, 1.0),
-            "I": action(input_s, 0.0),
-            "W": action(weight_s, -1.0),
-            "B": action(input_s + weight_s, -1.0),
+            "F": action(forward, held_bytes[0]),
+            "I": action(backward, held_bytes[1]),
+            "W": action(weight, held_bytes[2]),
+            "B": action(backward + weight, held_bytes[1] + held_bytes[2]),
         },
         edges=tuple(
             EdgeCost(
