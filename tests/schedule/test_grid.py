@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.style import Style
 
 from pipefit.schedule import FAMILIES, Problem, linear, lower, uniform_costs, vee
 from pipefit.schedule.csv_io import from_csv
-from pipefit.schedule.grid import draw_grid, grid_rows
+from pipefit.schedule.grid import COLOURS, draw_grid, grid_rows
 
 
 def test_one_unit_a_column() -> None:
@@ -54,7 +56,29 @@ def test_columns_keep_the_order_of_times(times: tuple[float, float, float, float
 
 def test_colour_is_markup() -> None:
     schedule = FAMILIES["gpipe"](Problem(placement=linear(1), microbatches=1))
-    assert draw_grid(schedule, colour=True) == "lane 0  [white on blue]F0[/] [black on yellow]B0---[/]"
+    assert draw_grid(schedule, colour=True) == "lane 0  [white on blue]F0[/] [black on yellow3]B0---[/]"
+
+
+def test_colours_tell_kinds_and_the_stages_of_a_lane_apart() -> None:
+    schedule = FAMILIES["zb-v"](Problem(placement=vee(2), microbatches=4))
+    text = draw_grid(schedule, colour=True)
+    styles: dict[tuple[str, bool], set[str]] = {}
+    for style, stage, kind in re.findall(r"\[([^\]/]+)\](\d)([FIWB])", text):
+        styles.setdefault((kind, int(stage) >= 2), set()).add(style)
+    assert len(styles) == 6 and all(len(each) == 1 for each in styles.values())
+    assert len(set.union(*styles.values())) == 6
+    for pair in COLOURS.values():
+        for style in pair:
+            assert Style.parse(style).color != Style.parse(style).bgcolor
+
+
+def test_held_stands_before_the_cells() -> None:
+    schedule = FAMILIES["1f1b"](Problem(placement=linear(2), microbatches=2))
+    assert draw_grid(schedule, held=["2/16", "1/16"]).splitlines() == [
+        "        held",
+        "lane 0  2/16  F0 F1 ..... B0--- .. B1---",
+        "lane 1  1/16  .. F0 B0--- F1 B1--- .....",
+    ]
 
 
 def pipefit(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,8 +91,8 @@ def test_the_command_draws() -> None:
     done = pipefit("schedule", "1f1b", "--devices", "4", "--microbatches", "8", "--grid")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 5 and lines[0].startswith("lane 0  F0 F1 F2 F3 .")
-    assert lines[4] == "time 33, bubble 27.3%; most microbatches alive per lane: 4 3 2 1"
+    assert len(lines) == 6 and lines[0] == "        held" and lines[1].startswith("lane 0     4  F0 F1 F2 F3 .")
+    assert lines[5] == "time 33, bubble 27.3%; most microbatches alive per lane: 4 3 2 1"
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -91,9 +115,9 @@ def test_the_command_draws_a_v() -> None:
     done = pipefit("schedule", "v-half", "--devices", "8", "--microbatches", "16", "--grid")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 9 and lines[0].startswith("lane 0  0F0-- 0F1-- ")
+    assert len(lines) == 10 and lines[1].startswith("lane 0    10  0F0-- 0F1-- ")
     alive = " ".join(["10"] * 8)
-    assert lines[8] == f"time 115, bubble 16.5%; most microbatches of a stage alive per lane: {alive}"
+    assert lines[9] == f"time 115, bubble 16.5%; most microbatches of a stage alive per lane: {alive}"
 
 
 def test_the_command_prints_csv_and_json() -> None:

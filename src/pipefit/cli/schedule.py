@@ -1,91 +1,175 @@
-"""`pipefit schedule`: make a schedule and draw it, or print it as CSV for PyTorch or as JSON."""
+"""`pipefit schedule`: make a schedule and draw it, or print it as CSV for PyTorch or as JSON; or draw its block."""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipefit.errors import PipefitError, ScheduleError
 
+if TYPE_CHECKING:
+    from pipefit.schedule import Problem, Schedule
+    from pipefit.schedule.fit.result import Fit
+    from pipefit.simulate import Timeline
+
+FIT = "fit"
+"""The name that asks for a schedule fitted to times and memory; every other name is a family's."""
+
 
 def command(
-    name: str = typer.Argument(help="The schedule family, for example 1f1b or gpipe."),
+    name: str = typer.Argument(help="The schedule family, for example 1f1b or v-half; or fit."),
     devices: int = typer.Option(4, help="Devices of one pipeline."),
     microbatches: int = typer.Option(8, help="Microbatches of one step."),
     slices: int = typer.Option(1, help="Slices that every microbatch's sequences are cut into."),
     times: str = typer.Option("1,1,1", help="Times of F, I and W, and after them of a transfer: F,I,W or F,I,W,T."),
+    stage: Annotated[list[str] | None, typer.Option(help="Times of one stage: STAGE=F,I,W. Repeatable.")] = None,
+    memory: float | None = typer.Option(None, help="Memory of a device; 1 is what the first device of 1F1B holds."),
+    placement: str | None = typer.Option(None, help="linear, looped or v; the family's own by default, v for fit."),
+    seconds: float | None = typer.Option(None, help="fit: time of the search; by default a fixed number of moves."),
+    solver_seconds: float = typer.Option(0.0, help="fit: time of the exact solver after it (needs ortools)."),
+    seed: int = typer.Option(0, help="fit: of the search."),
+    block: bool = typer.Option(False, "--block", help="Draw the family's building block instead."),
+    interval: int | None = typer.Option(None, help="--block: repeat it every so many slots, and see what collides."),
     grid: bool = typer.Option(False, "--grid", help="Draw the lanes in time (the default)."),
     csv: bool = typer.Option(False, "--csv", help="Print the compute actions as torch.distributed.pipelining reads."),
     as_json: bool = typer.Option(False, "--json", help="Print the lanes and what the simulator says as JSON."),
 ) -> None:
     """Make the schedule NAME and draw it in time, or print it as CSV or JSON."""
-    from pipefit.schedule import Problem, check, family, uniform_costs
-
     if grid + csv + as_json > 1:
         raise PipefitError("Only one form of output can be asked for.", allowed="--grid, --csv or --json")
     if devices < 1:
         raise ScheduleError("A pipeline has at least one device.", where="--devices", seen=devices, allowed="1 or more")
-    forward_s, input_s, weight_s, transfer_s = _times(times)
-    made = family(name)
-    placement = made.placement(devices)
-    costs = uniform_costs(
-        placement, forward_s=forward_s, input_s=input_s, weight_s=weight_s, transfer_s=transfer_s, port_s=transfer_s
-    )
-    schedule = made(Problem(placement=placement, microbatches=microbatches, slices=slices, costs=costs))
+    if block or interval is not None:
+        print(_block(name, devices, interval))
+        return
+    from pipefit.cli._schedule_problem import check_limit, costs_of, limit_units
+    from pipefit.schedule import Problem, check
+    from pipefit.simulate import simulate
+
+    lanes = _placement(name, placement, devices)
+    costs = costs_of(lanes, times, stage or ())
+    problem = Problem(placement=lanes, microbatches=microbatches, slices=slices, costs=costs)
+    limit = limit_units(problem, memory)
+    schedule, fitted = _make(name, problem, limit, seconds, solver_seconds, seed)
     check(schedule)
+    timeline = simulate(schedule, costs)
+    check_limit(problem, name, timeline.peak_bytes.tolist(), limit)
     if csv:
         from pipefit.schedule.csv_io import to_csv
 
         sys.stdout.write(to_csv(schedule))
-        return
-    from pipefit.simulate import simulate
+    elif as_json:
+        print(json.dumps(_facts(timeline, limit, fitted), indent=1))
+    else:
+        _draw(problem, timeline, limit, fitted)
 
-    timeline = simulate(schedule, costs)
-    if as_json:
-        from pipefit.schedule import format_lanes
 
-        facts = {
-            "name": schedule.name,
-            "placement": schedule.placement,
-            "microbatches": microbatches,
-            "slices": slices,
-            "lanes": format_lanes(schedule.lanes),
-            "times": {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s, "transfer": transfer_s},
-            "makespan": timeline.makespan_s,
-            "bubble": timeline.bubble,
-            "peak_units": timeline.peak_bytes.tolist(),
+def _placement(name: str, asked: str | None, devices: int) -> tuple[int, ...]:
+    from pipefit.cli._schedule_problem import placement_named
+    from pipefit.schedule import family, vee
+
+    own = vee if name == FIT else family(name).placement
+    return (own if asked is None else placement_named(asked))(devices)
+
+
+def _make(
+    name: str, problem: Problem, limit: int | None, seconds: float | None, solver_seconds: float, seed: int
+) -> tuple[Schedule, Fit | None]:
+    """The schedule, and how it was fitted."""
+    from pipefit.schedule import family
+
+    if name != FIT:
+        return family(name)(problem), None
+    from dataclasses import replace
+
+    from pipefit.schedule.fit import fit
+
+    limits = None if limit is None else (limit,) * problem.lanes
+    fitted = fit(
+        replace(problem, limit_bytes=limits), seconds=seconds, exact_seconds=solver_seconds, seed=seed, objective="span"
+    )
+    return fitted.schedule, fitted
+
+
+def _block(name: str, devices: int, interval: int | None) -> str:
+    """The family's building block as text. Raises ScheduleError, with a drawing, where passes collide."""
+    from dataclasses import replace
+
+    from pipefit.schedule import FAMILIES, family
+    from pipefit.schedule.block import check_block, describe_block
+
+    build = None if name == FIT else family(name).block
+    if build is None:
+        raise ScheduleError(
+            f"{name} is not made of a building block.",
+            where="--block",
+            allowed=", ".join(sorted(each.name for each in FAMILIES.values() if each.block is not None)),
+        )
+    made = build(devices)
+    if interval is not None:
+        if interval < 1:
+            raise ScheduleError(
+                "An interval is at least one slot.", where="--interval", seen=interval, allowed="1 or more"
+            )
+        made = replace(made, interval=interval)
+    check_block(made)
+    return describe_block(made)
+
+
+def _facts(timeline: Timeline, limit: int | None, fitted: Fit | None) -> dict[str, Any]:
+    """What --json prints."""
+    from pipefit.schedule import format_lanes
+
+    schedule, actions = timeline.schedule, timeline.costs.actions
+    times: dict[str, Any] = {kind: table.time_s.reshape(-1).tolist() for kind, table in actions.items()}
+    alike = all(len(set(values)) == 1 for values in times.values())
+    transfer_s = float(timeline.costs.edges[0].forward_s[0, 0]) if timeline.costs.edges else 0.0
+    facts = {
+        "name": schedule.name,
+        "placement": schedule.placement,
+        "microbatches": schedule.microbatches,
+        "slices": schedule.slices,
+        "lanes": format_lanes(schedule.lanes),
+        "times": {kind: values[0] if alike else values for kind, values in times.items()} | {"transfer": transfer_s},
+        "makespan": timeline.makespan_s,
+        "bubble": timeline.bubble,
+        "peak_units": timeline.peak_bytes.tolist(),
+        "limit_units": limit,
+    }
+    if fitted is not None:
+        facts["fit"] = {
+            "span": fitted.time_s,
+            "bound": fitted.bound_s,
+            "gap": fitted.gap,
+            "bubble_of_busiest": fitted.bubble,
+            "how": fitted.how,
+            "moves": fitted.moves,
+            "notes": fitted.notes,
         }
-        print(json.dumps(facts, indent=1))
-        return
+    return facts
+
+
+def _draw(problem: Problem, timeline: Timeline, limit: int | None, fitted: Fit | None) -> None:
+    from pipefit.cli._schedule_problem import unit_name
     from pipefit.schedule.grid import draw_grid
 
-    _print_grid(draw_grid(schedule, costs, colour=sys.stdout.isatty()))
-    peaks = " ".join(f"{units:g}" for units in timeline.peak_bytes)
-    unit = "slices" if slices > 1 else "microbatches"
-    if schedule.stages > len(schedule.lanes):
-        unit += " of a stage"
-    print(f"time {timeline.makespan_s:g}, bubble {timeline.bubble:.1%}; most {unit} alive per lane: {peaks}")
-
-
-def _times(text: str) -> tuple[float, float, float, float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if (
-        len(values) not in (3, 4)
-        or not all(value > 0 for value in values[:3])
-        or not all(0 <= v < 1e18 for v in values)
-    ):
-        raise ScheduleError(
-            "The times must be three positive numbers, and may have a fourth that is not negative.",
-            where="--times",
-            seen=repr(text),
-            allowed="F,I,W or F,I,W,T, for example 28,28,20,4",
+    peaks = [f"{units:g}" for units in timeline.peak_bytes]
+    held = [peak if limit is None else f"{peak}/{limit:g}" for peak in peaks]
+    _print_grid(draw_grid(timeline.schedule, timeline.costs, colour=sys.stdout.isatty(), held=held))
+    allowed = "" if limit is None else f"; {limit:g} allowed"
+    print(
+        f"time {timeline.makespan_s:g}, bubble {timeline.bubble:.1%}; "
+        f"most {unit_name(problem)} alive per lane: {' '.join(peaks)}{allowed}"
+    )
+    if fitted is not None:
+        print(
+            f"longest lane {fitted.time_s:g}, of which {fitted.bubble:.1%} is more than the busiest lane's work; "
+            f"no schedule takes less than {fitted.bound_s:g} ({fitted.gap:.1%} below)"
         )
-    return values[0], values[1], values[2], values[3] if len(values) == 4 else 0.0
+        print("\n".join((f"found by {fitted.how}", *fitted.notes)))
 
 
 def _print_grid(text: str) -> None:

@@ -153,6 +153,19 @@ def draw_block(block: BuildingBlock) -> str:
     return "\n".join("  " + line for line in lines)
 
 
+def describe_block(block: BuildingBlock) -> str:
+    """The drawing, and below it for each lane the lifespans of its stages and what they bound its memory to."""
+    lines = [f"Every {block.interval} slots a microbatch, in these slots modulo {block.interval}:", draw_block(block)]
+    lines.append(
+        "A stage keeps a microbatch for its lifespan l, so a lane holds at most the sum of ceil(l / interval):"
+    )
+    for lane, bound in enumerate(block.peak_bounds):
+        held = [stage for stage, other in enumerate(block.placement) if other == lane]
+        spans = " + ".join(f"ceil({block.lifespans[stage]} / {block.interval})" for stage in held)
+        lines.append(f"  lane {lane}  stages {', '.join(map(str, held))}: {spans} = {bound}")
+    return "\n".join(lines)
+
+
 def _cell(claims: Sequence[Offset], clash: bool) -> str:
     text = "|".join(f"{offset.stage}{offset.kind}" for offset in claims) or "."
     return f">{text}<" if clash else text

@@ -16,7 +16,13 @@ from pipefit.schedule.times import Times, run
 WIDEST = 4_000
 """Characters of a row beyond which times are drawn in proportion only."""
 
-COLOURS = {"F": "white on blue", "I": "black on cyan", "W": "black on green", "B": "black on yellow"}
+COLOURS = {
+    "F": ("white on blue", "black on sky_blue1"),
+    "I": ("black on dark_orange", "black on navajo_white1"),
+    "W": ("black on green", "black on pale_green1"),
+    "B": ("black on yellow3", "black on khaki1"),
+}
+"""Of a lane's first stage, and of its later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +63,29 @@ def grid_rows(
 
 
 def draw_grid(
-    schedule: Schedule, costs: CostTable | None = None, edges: tuple[Edge, ...] | None = None, colour: bool = False
+    schedule: Schedule,
+    costs: CostTable | None = None,
+    edges: tuple[Edge, ...] | None = None,
+    colour: bool = False,
+    held: Sequence[str] = (),
 ) -> str:
-    """The grid as text; with `colour`, cells are set in the markup of rich, which its console prints in colour."""
+    """The grid as text; with `colour`, cells are set in the markup of rich, which its console prints in colour.
+
+    `held` says for every lane how much memory it uses; it stands in a column before the cells.
+    """
     rows = grid_rows(schedule, costs, edges)
-    label = len(f"lane {len(rows) - 1}")
+    first = {lane: stage for stage, lane in reversed(list(enumerate(schedule.placement)))}
+    labels = [f"lane {lane}" for lane in range(len(rows))]
     lines = []
+    if held:
+        wide = max(map(len, ("held", *held)))
+        labels = [
+            f"{label.ljust(len(labels[-1]))}  {text.rjust(wide)}" for label, text in zip(labels, held, strict=True)
+        ]
+        lines.append("held".rjust(len(labels[-1])))
     for lane, row in enumerate(rows):
-        cells = "".join(_markup(cell) if colour else cell.text for cell in row)
-        lines.append(f"{f'lane {lane}'.ljust(label)}  {cells}".rstrip())
+        cells = "".join(_markup(cell, first[lane]) if colour else cell.text for cell in row)
+        lines.append(f"{labels[lane].ljust(len(labels[-1]))}  {cells}".rstrip())
     return "\n".join(lines)
 
 
@@ -114,7 +134,7 @@ def _row(
     return tuple(cells)
 
 
-def _markup(cell: Cell) -> str:
+def _markup(cell: Cell, first: int) -> str:
     if cell.action is None:
         return cell.text
-    return f"[{COLOURS[cell.action.kind]}]{cell.text[:-1]}[/] "
+    return f"[{COLOURS[cell.action.kind][cell.action.stage != first]}]{cell.text[:-1]}[/] "

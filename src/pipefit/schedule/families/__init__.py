@@ -3,8 +3,8 @@
 A family's module defines `name` (what the user types), `build(problem) -> Schedule`, a pure function that returns a
 computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage per
 lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of them)
-`least_units(lanes)`, the fewest, and where the planner is to try it only when it is asked for by name
-`searched = False`.
+`least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, and where the planner is to try
+it only when it is asked for by name `searched = False`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
+from pipefit.schedule.block import BuildingBlock
 from pipefit.schedule.problem import Problem, linear
 
 
@@ -32,6 +33,8 @@ class Family:
     "Number of lanes -> the fewest microbatches times slices that it is written for; with fewer, `build` raises."
     searched: bool
     "Whether the planner's search tries it unasked."
+    block: Callable[[int], BuildingBlock] | None = None
+    "Number of lanes -> the building block that it repeats, if it is one."
 
     def __call__(self, problem: Problem) -> Schedule:
         return self.build(problem)
@@ -63,6 +66,7 @@ def _find() -> Mapping[str, Family]:
             placement=getattr(module, "placement", linear),
             least_units=getattr(module, "least_units", _one),
             searched=getattr(module, "searched", True),
+            block=getattr(module, "block", None),
         )
     return found
 
