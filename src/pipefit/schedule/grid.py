@@ -17,12 +17,12 @@ WIDEST = 4_000
 """Characters of a row beyond which times are drawn in proportion only."""
 
 COLOURS = {
-    "F": ("white on blue", "black on sky_blue1"),
-    "I": ("black on dark_orange", "black on navajo_white1"),
-    "W": ("black on green", "black on pale_green1"),
-    "B": ("black on yellow3", "black on khaki1"),
+    "F": ("white on blue", "black on bright_blue"),
+    "I": ("black on cyan", "black on bright_cyan"),
+    "W": ("black on green", "black on bright_green"),
+    "B": ("black on yellow", "black on bright_yellow"),
 }
-"""Of a lane's first stage, and of its later ones."""
+"""Of a lane's first stage, and of its later ones; all of them among the 16 that every terminal has."""
 
 
 @dataclass(frozen=True, slots=True)
