@@ -86,3 +86,7 @@ class CheckpointError(PipefitError):
 
 class RunError(PipefitError):
     """A run that cannot start or had to stop: ranks that disagree, a rank that died, memory that ran out."""
+
+
+class LabError(PipefitError):
+    """An emulated cluster that cannot be made on this machine, or that did not keep to what it emulates."""

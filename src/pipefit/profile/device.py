@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from pipefit.cluster.spec import local
+from pipefit.lab import pace
 from pipefit.profile.environment import cpu_model, fingerprint
 from pipefit.profile.facts import CPU, DTYPES, Member, Rates
 
@@ -30,12 +31,16 @@ def introduce(rank: int, local_rank: int, local_size: int, device: torch.device)
     else:
         kind, total = f"{CPU}{cpu_model()}", local(local_size).kinds["cpu"].memory_bytes
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    emulated = pace.device()
+    if emulated is not None:
+        total, used, cores = emulated.memory_bytes, 0, local_size
     return Member(
         rank=rank,
         host=os.environ.get("PIPEFIT_HOST") or _host_name(),
         local_rank=local_rank,
         local_size=local_size,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores,
         kind=os.environ.get("PIPEFIT_DEVICE_KIND") or kind,
         total_bytes=total,
         process_bytes=int(used),
@@ -45,6 +50,14 @@ def introduce(rank: int, local_rank: int, local_size: int, device: torch.device)
 
 def rates(device: torch.device, repeats: int = 5) -> Rates:
     """Time matrix products, a copy and small operators: the best of a few repetitions each."""
+    emulated = pace.device()
+    if emulated is not None:
+        flops_per_s, bandwidth, operator_s = emulated.rates()
+        return Rates(
+            flops_per_s=dict.fromkeys(DTYPES, flops_per_s),
+            memory_bandwidth_bytes_per_s=bandwidth,
+            operator_s=operator_s,
+        )
     size = _SIZE[device.type]
     flops: dict[str, float] = {}
     for name in DTYPES:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pipefit.errors import PlanError, StalePlanError
+from pipefit.lab.pace import paced
 from pipefit.layout import Box, Group, holding, parse_form
 from pipefit.model.graph import Model, Module, size_value
 from pipefit.model.registry import build_layers
@@ -212,7 +213,7 @@ def _program(
         for layer in _layers(model, stage)
     ]
     before = [module.name for module in model.modules].index(stage.module)
-    return StageProgram(
+    program = StageProgram(
         layers,
         recompute=stage.recompute,
         device=place.torch_device,
@@ -223,6 +224,7 @@ def _program(
         slices=len(plan.order.slices),
         modules=_opaque_modules(model, layers, place.torch_device),
     )
+    return paced(program)
 
 
 def _opaque_modules(

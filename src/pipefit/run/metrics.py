@@ -158,6 +158,13 @@ class Log:
         if self._board is not None:
             self._board.add_scalar("eval_loss", loss, step)
 
+    def pace(self, valid: bool, words: str) -> None:
+        """Of a run in a lab: whether the emulated devices could be kept up with, into `lab.json`."""
+        path = self._path.with_name("lab.json")
+        with writing("verdict of the lab", path):
+            path.write_text(json.dumps({"valid": valid, "pace": words}) + "\n", encoding="utf-8")
+        self.say(f"lab: {'valid' if valid else 'INVALID'}: {words}")
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be flushed has been told
             self._file.close()

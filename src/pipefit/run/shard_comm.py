@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipefit.lab.pace import exchanged
 from pipefit.layout import Run, split
 from pipefit.run import comms
 
@@ -52,7 +53,7 @@ def gather_parts(x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardC
         padded[: lengths[context.position]] = moved
         moved = padded
     out = moved.new_empty((longest * context.size, *moved.shape[1:]))
-    comms.all_gather(out, moved.contiguous(), context.group).wait()
+    exchanged(comms.all_gather(out, moved.contiguous(), context.group).wait)
     if min(lengths) < longest:
         out = torch.cat([out[i * longest : i * longest + length] for i, length in enumerate(lengths)])
     return out.movedim(0, dim).contiguous()
@@ -69,14 +70,14 @@ def scatter_sums(x: torch.Tensor, runs: Sequence[Run], dim: int, context: ShardC
             padded[i * longest : i * longest + stop - start] = moved[start:stop]
         moved = padded
     out = moved.new_empty((longest, *moved.shape[1:]))
-    comms.reduce_scatter(out, moved, context.group).wait()
+    exchanged(comms.reduce_scatter(out, moved, context.group).wait)
     return out[: lengths[context.position]].movedim(0, dim).contiguous()
 
 
 def sum_all(x: torch.Tensor, context: ShardContext) -> torch.Tensor:
     """The sum of everyone's x, as a new tensor."""
     total = x.contiguous().clone()
-    dist.all_reduce(total, group=context.group)
+    exchanged(lambda: dist.all_reduce(total, group=context.group))
     return total
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pipefit import __version__, codec
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
 from pipefit.data.stepplan import batch_shape, evaluation_batches, evaluation_plan, step_plan
 from pipefit.errors import CheckpointError, RunError, StalePlanError
+from pipefit.lab import pace
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from pipefit.run import checkpoint
@@ -52,6 +53,7 @@ class Run:
         world.agree("corpus", self.corpus.digest, other_corpus)
         value = weights_value(plan, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
+        self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
         self.shape = batch_shape(plan)
         self.corpus.rows.require_batch(plan.job.batch)
         self.flops = model_flops(self.model, plan)
@@ -93,6 +95,7 @@ class Run:
             if self.after(step, log, directory):
                 since, steps = time.perf_counter(), 0
         self.wait_for_save()
+        self.tell_pace(log)
         save_final(self.worker, directory / "weights", self.world)
 
     def after(self, step: int, log: Log | None, directory: Path) -> bool:
@@ -108,6 +111,18 @@ class Run:
         if saves:
             self.save(done, directory)
         return self.worker.tracing or evaluates or saves
+
+    def tell_pace(self, log: Log | None) -> None:
+        """In a lab: whether the real work of all ranks kept to the pace of the emulated devices."""
+        device = pace.device()
+        if device is None:
+            return
+        everyone: list[Any] = [asdict(device.counts)]
+        if self.world.size > 1:
+            everyone = [None] * self.world.size
+            dist.all_gather_object(everyone, asdict(device.counts), group=self.world.cpu_group)
+        if log is not None:
+            log.pace(*pace.judge(everyone))
 
     def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """(loss, gradient norm, learning rate) of a step on its own batch; nothing waits for the device."""

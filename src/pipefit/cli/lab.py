@@ -1,0 +1,108 @@
+"""`pipefit lab`: a cluster of network namespaces on this machine, with shaped links and paced devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipefit.errors import LabError
+
+ACTIONS = ("up", "run", "down", "check")
+
+
+def command(
+    action: Annotated[str, typer.Argument(metavar="|".join(ACTIONS), help="What to do.")],
+    file: Annotated[Path, typer.Argument(metavar="CLUSTER_FILE", help="A lab file, or a cluster file.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="run: what every device runs.")
+    ] = None,
+    devices: str = typer.Option("", help="run: only on these devices, for example 0-3,6."),
+    plan: Annotated[Path | None, typer.Option(help="run: only on the devices of this plan.")] = None,
+    as_json: bool = typer.Option(False, "--json", help="check: print what was measured as JSON."),
+) -> None:
+    """Emulate the cluster of CLUSTER_FILE on this machine (needs root and iproute2).
+
+    up: make it, and say what stands. run: start COMMAND on every device as torchrun would; without an `up` before, the
+    lab is made for the occasion. down: take it down, whatever is left of it. check: measure every
+    link and the pace of every device against the file.
+    """
+    if action not in ACTIONS:
+        raise LabError("The lab cannot do this.", where="pipefit lab", seen=action, allowed=", ".join(ACTIONS))
+    if action != "run" and (words or devices or plan):
+        raise LabError("Only `run` takes a command and devices.", where=f"pipefit lab {action}")
+    from pipefit.lab.lifecycle import Stopped
+
+    try:
+        if action == "run":
+            code = _run(file, words or [], devices, plan)
+        elif action == "check":
+            code = _check(file, as_json)
+        else:
+            code = _up(file) if action == "up" else _down(file)
+    except Stopped as stopped:
+        code = 128 + stopped.number
+    if code:
+        sys.exit(code)
+
+
+def _up(file: Path) -> int:
+    from pipefit.lab import lifecycle
+
+    lab = lifecycle.Lab.open(file)
+    lifecycle.up(lab)
+    for line in lifecycle.describe(lab):
+        print(line)
+    return 0
+
+
+def _down(file: Path) -> int:
+    from pipefit.lab import lifecycle
+
+    removed = lifecycle.down(file)
+    print(f"removed {len(removed)} namespaces" if removed else "nothing was standing")
+    return 0
+
+
+def _run(file: Path, words: Sequence[str], devices: str, plan: Path | None) -> int:
+    from pipefit.lab import lifecycle
+    from pipefit.lab.launch import run_judged
+
+    lab = lifecycle.Lab.open(file)
+    chosen = _devices(devices, plan)
+    with lifecycle.use(lab):
+        result = run_judged(lab, words, devices=chosen, say=lambda line: print(line, flush=True))
+    if result.pace:
+        print(f"lab: {'valid' if result.valid else 'INVALID'}: {result.pace}", file=sys.stderr)
+    return result.code
+
+
+def _check(file: Path, as_json: bool) -> int:
+    from pipefit.lab import check, lifecycle
+
+    lab = lifecycle.Lab.open(file)
+    with lifecycle.use(lab):
+        result = check.calibrate(lab, show=lambda text: print(text, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(check.as_data(lab, result), indent=1))
+    else:
+        print("\n".join(check.as_lines(lab, result)))
+    return 0 if result.good else 1
+
+
+def _devices(text: str, plan: Path | None) -> list[int]:
+    if plan is not None:
+        from pipefit.plan.check import load_plan
+
+        return list(load_plan(plan).devices)
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise LabError("These are no devices.", where="--devices", seen=text, allowed="numbers and runs: 0-3,6")
+        found += range(int(first), int(last or first) + 1)
+    return found

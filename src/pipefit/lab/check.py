@@ -1,0 +1,213 @@
+"""Does the lab do what its file says? Every pair's bandwidth against the requested one, every device's pace.
+
+Streams that share a port or an uplink are measured one after the other: what is checked is what each could have alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import LabError
+from pipefit.lab import launch, network
+from pipefit.lab.lifecycle import Lab
+from pipefit.lab.pace import read_counts
+from pipefit.lab.spec import LabFile
+from pipefit.lab.streams import Pair, Streams, streams
+
+LINKS_WITHIN = 0.10
+PACE_WITHIN = 0.02
+SECONDS = 0.8
+"""Of one stream."""
+
+AGAIN = 2
+"""Rounds with a pair that missed are measured again so often, and the nearer result counts: other work on the machine
+disturbs, and a link that is shaped wrongly stays wrong."""
+
+ACTIONS = 40
+"""That every device does for the check of its pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairCheck:
+    """One ordered pair of hosts: bytes of payload per second."""
+
+    source: int
+    target: int
+    requested: float
+    achieved: float
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.achieved / self.requested - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PaceCheck:
+    """One device: how long its actions should have taken in all, and took."""
+
+    device: int
+    emulated_s: float
+    taken_s: float
+    late: int
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.taken_s / self.emulated_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """All of a lab."""
+
+    pairs: tuple[PairCheck, ...]
+    devices: tuple[PaceCheck, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether all links are within 10 % and all devices within 2 %."""
+        return all(abs(pair.error) <= LINKS_WITHIN for pair in self.pairs) and all(
+            abs(each.error) <= PACE_WITHIN for each in self.devices
+        )
+
+
+def requested(lab: LabFile) -> dict[Pair, float]:
+    """What each ordered pair of hosts should achieve alone: its own rate, or that of an uplink on its way."""
+    rates, racks = network.rates_of(lab), network.rack_of(lab)
+    names = [host.name for host in lab.cluster.hosts]
+    result = {}
+    for a, row in enumerate(rates.pair):
+        for b, rate in enumerate(row):
+            if a != b:
+                way = [rate]
+                if racks.get(names[a]) != racks.get(names[b]):
+                    way += [rates.up[racks[names[a]]]] if names[a] in racks else []
+                    way += [rates.down[racks[names[b]]]] if names[b] in racks else []
+                result[a, b] = min(way)
+    return result
+
+
+def rounds(lab: LabFile) -> list[list[Pair]]:
+    """All ordered pairs, as few rounds as a greedy choice finds: in a round no two share a port or an uplink."""
+    racks, names = network.rack_of(lab), [host.name for host in lab.cluster.hosts]
+    count = len(names)
+    result: list[tuple[list[Pair], set[tuple[str, int]]]] = []
+    for step in range(1, count):
+        for a in range(count):
+            b = (a + step) % count
+            used = {("out", a), ("in", b)}
+            if racks.get(names[a]) != racks.get(names[b]):
+                used |= {("up", racks[names[a]])} if names[a] in racks else set()
+                used |= {("down", racks[names[b]])} if names[b] in racks else set()
+            for pairs, taken in result:
+                if not taken & used:
+                    pairs.append((a, b))
+                    taken |= used
+                    break
+            else:
+                result.append(([(a, b)], used))
+    return [pairs for pairs, _ in result]
+
+
+def calibrate(lab: Lab, *, seconds: float = SECONDS, show: Callable[[str], None] = lambda text: None) -> Calibration:
+    """Measure a lab that stands."""
+    wanted, plan = requested(lab.file), rounds(lab.file)
+    found: list[PairCheck] = []
+    if plan:
+        with streams(lab) as hosts:
+            for done, pairs in enumerate(plan, 1):
+                found += _round(hosts, pairs, wanted, seconds)
+                show(f"links: round {done} of {len(plan)}")
+    show("pace of the devices")
+    return Calibration(tuple(sorted(found, key=lambda pair: (pair.source, pair.target))), tuple(_paces(lab)))
+
+
+def as_data(lab: Lab, result: Calibration) -> dict[str, Any]:
+    """As JSON data."""
+    errors = [abs(pair.error) for pair in result.pairs]
+    paces = [abs(each.error) for each in result.devices]
+    return {
+        "lab": lab.file.cluster.name,
+        "hosts": len(lab.file.cluster.hosts),
+        "devices": sum(host.devices for host in lab.file.cluster.hosts),
+        "good": result.good,
+        "links": {"mean_error": _mean(errors), "max_error": max(errors, default=0.0), "allowed": LINKS_WITHIN},
+        "pace": {
+            "mean_error": _mean(paces),
+            "max_error": max(paces, default=0.0),
+            "allowed": PACE_WITHIN,
+            "late": sum(each.late for each in result.devices),
+        },
+        "pairs": [
+            {
+                "source": pair.source,
+                "target": pair.target,
+                "requested_bytes_per_s": pair.requested,
+                "achieved_bytes_per_s": pair.achieved,
+            }
+            for pair in result.pairs
+        ],
+    }
+
+
+def as_lines(lab: Lab, result: Calibration) -> list[str]:
+    """A table of achieved over requested, [source][target], and what the paces were."""
+    names = [host.name for host in lab.file.cluster.hosts]
+    cells = {(pair.source, pair.target): pair for pair in result.pairs}
+    lines = []
+    if cells:
+        width = max(6, *(len(name) for name in names))
+        lines.append("achieved / requested bandwidth, from row to column:")
+        lines.append(" ".join([" " * width, *(f"{name:>{width}}" for name in names)]))
+        for a, name in enumerate(names):
+            row = [f"{cells[a, b].error + 1:.3f}" if (a, b) in cells else "-" for b in range(len(names))]
+            lines.append(" ".join([f"{name:>{width}}", *(f"{cell:>{width}}" for cell in row)]))
+    data = as_data(lab, result)
+    lines.append(f"links: {_words(data['links'])}")
+    if result.devices:
+        lines.append(f"pace: {_words(data['pace'])}, {data['pace']['late']} actions late")
+    return lines
+
+
+def _round(hosts: Streams, pairs: Sequence[Pair], wanted: Mapping[Pair, float], seconds: float) -> list[PairCheck]:
+    best: dict[Pair, PairCheck] = {}
+    for _ in range(1 + AGAIN):
+        missed = [pair for pair in pairs if pair not in best or abs(best[pair].error) > LINKS_WITHIN]
+        if not missed:
+            break
+        for pair, rate in hosts.measure(missed, seconds).items():
+            now = PairCheck(*pair, wanted[pair], rate)
+            best[pair] = min(best.get(pair, now), now, key=lambda each: abs(each.error))
+    return list(best.values())
+
+
+def _words(part: dict[str, Any]) -> str:
+    good = "good" if part["max_error"] <= part["allowed"] else "NOT GOOD"
+    return (
+        f"{good}: mean error {part['mean_error']:.2%}, largest {part['max_error']:.2%} of {part['allowed']:.0%} allowed"
+    )
+
+
+def _paces(lab: Lab) -> list[PaceCheck]:
+    """All paced devices at once, each with a little real work under every action."""
+    paced = [rank.device for rank in launch.ranks_of(lab) if lab.file.cluster.hosts[rank.host].kind in lab.file.devices]
+    if not paced:
+        return []
+    said: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="pipefit-lab-") as folder:
+        command = ["python", "-m", "pipefit.lab.drill", str(ACTIONS)]
+        code = launch.run(lab, command, devices=paced, counts=Path(folder), say=said.append, preload=())
+        if code:
+            raise LabError("The check of the pace failed.", where=str(lab.path), seen="\n".join(said[-5:]))
+        counts = read_counts(Path(folder))
+    return [PaceCheck(d, c["emulated_s"], c["taken_s"], c["late"]) for d, c in sorted(counts.items())]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0

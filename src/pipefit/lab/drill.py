@@ -1,0 +1,35 @@
+"""What a device does for the check of its pace: actions with a little real work, at the time of its hidden table."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from pipefit.lab.pace import device
+from pipefit.lab.tables import LayerFacts
+
+SECONDS = 0.05
+"""About how long an action is to take."""
+
+WORK_S = 1e-3
+"""Real work in each, of processor time."""
+
+
+def main(actions: int) -> None:
+    """Do so many actions and leave the counts behind, as every paced process does."""
+    emulated = device()
+    assert emulated is not None, "started outside a lab, or on a kind of device without a table"
+    rate = emulated.rates()[0]
+    work = LayerFacts(dense_flops=SECONDS * rate, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
+    seconds = emulated.table.layer_time_s("F", {"F": work})
+    emulated.begin_step()
+    for _ in range(actions):
+        began = emulated.begin()
+        busy_until = time.thread_time() + WORK_S
+        while time.thread_time() < busy_until:
+            pass
+        emulated.finish(began, seconds * emulated.draw(), 0.0, warm=False)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,285 @@
+"""A lab's life: up, in use, down; and what is left of one whose process was killed.
+
+All that a lab makes in the kernel are namespaces called `pflab-ID-...`, where ID is that of the lab file's path; links,
+bridges and shaping live inside them and go with them. So `down` needs no memory: it kills whoever runs in namespaces
+of that name and deletes them. A lock, which the kernel gives back when its owner dies, says whether a lab is in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from pipefit.codec import digest
+from pipefit.errors import LabError
+from pipefit.lab import netns, network
+from pipefit.lab.spec import LabFile, load, require_memory
+from pipefit.units import format_bandwidth
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal asked this process to end; whoever holds a lab takes it down on the way out."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"signal {number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """A lab file with its place in the kernel. Making one touches nothing."""
+
+    path: Path
+    file: LabFile
+
+    @classmethod
+    def open(cls, path: str | Path) -> Lab:
+        """The lab that a file describes. Raises what `spec.load` raises."""
+        return cls(Path(path).resolve(), load(path))
+
+    @property
+    def id(self) -> str:
+        """Six hex digits of the file's path."""
+        return lab_id(self.path)
+
+    @property
+    def prefix(self) -> str:
+        """How the names of its namespaces begin."""
+        return f"{netns.PREFIX}{self.id}-"
+
+    @property
+    def hub(self) -> str:
+        """The namespace of the bridges."""
+        return self.prefix + network.HUB
+
+    def namespace(self, host: int) -> str:
+        """The namespace of a host."""
+        return self.prefix + network.host_namespace(host)
+
+
+def lab_id(path: str | Path) -> str:
+    """The same for every way to write a file's path."""
+    return hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:6]
+
+
+def state_folder() -> Path:
+    """Where locks and state files lie; they are small, and gone after a restart, as namespaces are."""
+    base = Path("/run") if os.access("/run", os.W_OK) else Path(tempfile.gettempdir())
+    return base / "pipefit-lab"
+
+
+def up(lab: Lab) -> None:
+    """Make the lab, after removing what is left of an earlier one. On any failure or signal nothing is left behind."""
+    netns.require()
+    count = len(lab.file.cluster.hosts)
+    require_memory(lab.file, count, available_bytes(), str(lab.path))
+    with _signals_stop(), _lock(lab.path):
+        remove(lab.path)
+        try:
+            _make(lab)
+            _state(lab.id).write_text(json.dumps(_facts(lab)) + "\n", encoding="utf-8")
+        except BaseException:
+            with _deaf():
+                remove(lab.path)
+            raise
+
+
+def down(path: str | Path) -> list[str]:
+    """Take a lab down, whatever is left of it; the names of what was removed. The file need not exist any more.
+
+    Raises LabError where a living process uses it.
+    """
+    netns.require()
+    with _lock(path):
+        return remove(path)
+
+
+@contextlib.contextmanager
+def use(lab: Lab) -> Iterator[None]:
+    """Hold the lab for a command: as it stands, or made for the occasion and taken down afterwards, come what may.
+
+    SIGINT, SIGTERM and SIGHUP raise `Stopped` inside.
+    """
+    netns.require()
+    with _signals_stop(), _lock(lab.path):
+        own = not stands(lab)
+        try:
+            if own:
+                remove(lab.path)
+                _make(lab)
+            yield
+        finally:
+            with _deaf():
+                if own:
+                    remove(lab.path)
+
+
+def stands(lab: Lab) -> bool:
+    """Whether the lab was brought up and is whole. LabError where what stands is another version of the file."""
+    there = netns.standing(lab.prefix)
+    state = _read_state(lab.id)
+    if not there or state is None or sorted(there) != sorted(state["namespaces"]):
+        return False
+    if state["digest"] != digest(lab.file):
+        raise LabError(
+            "The lab that stands was made from another version of this file.",
+            where=str(lab.path),
+            seen=f"{state['digest']} stands, the file is {digest(lab.file)}",
+            next_step=f"pipefit lab up {lab.path}",
+        )
+    return True
+
+
+def remove(path: str | Path) -> list[str]:
+    """Kill and delete everything of the lab of this file. The caller holds its lock."""
+    ident = lab_id(path)
+    names = netns.standing(f"{netns.PREFIX}{ident}-")
+    netns.remove(names)
+    with contextlib.suppress(FileNotFoundError):
+        _state(ident).unlink()
+    return names
+
+
+def describe(lab: Lab) -> list[str]:
+    """What stands, in lines for people."""
+    rates, cluster = network.rates_of(lab.file), lab.file.cluster
+    lines = [
+        f"lab {cluster.name} ({lab.prefix}*): {len(cluster.hosts)} hosts, "
+        f"packets of {network.packet_bytes(lab.file)} bytes"
+    ]
+    for h, host in enumerate(cluster.hosts):
+        ways = [rate for rate in rates.pair[h] if rate]
+        to = f"to others {format_bandwidth(min(ways))} to {format_bandwidth(max(ways))}, " if ways else ""
+        paced = "paced" if host.kind in lab.file.devices else "not paced"
+        lines.append(
+            f"  {host.name}: {lab.namespace(h)}, {network.address(h)}, {host.devices} x {host.kind} ({paced}), {to}"
+            f"port {format_bandwidth(rates.send[h])} out, {format_bandwidth(rates.receive[h])} in"
+        )
+    for rack, way_up, way_down in zip(lab.file.uplinks, rates.up, rates.down, strict=True):
+        lines.append(
+            f"  rack {rack.name} ({', '.join(rack.hosts)}): {format_bandwidth(way_up)} up, "
+            f"{format_bandwidth(way_down)} down"
+        )
+    lines += [f"  not made: {note}" for note in network.not_made(cluster, rates)]
+    return lines
+
+
+def available_bytes() -> int:
+    """Memory that programs may still take on this machine."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 62
+
+
+def _make(lab: Lab) -> None:
+    hosts = range(len(lab.file.cluster.hosts))
+    netns.add([lab.hub, *(lab.namespace(h) for h in hosts)])
+    netns.settings(lab.hub, network.SETTINGS[-2:])
+    netns.batch(["ip", "-n", lab.hub], network.hub_lines(lab.file, lab.prefix))
+    for h in hosts:
+        name = lab.namespace(h)
+        netns.settings(name, network.SETTINGS)
+        netns.batch(["ip", "-n", name], network.host_lines(lab.file, h))
+        netns.batch(["tc", "-n", name], network.host_shaping(lab.file, h))
+    netns.batch(["tc", "-n", lab.hub], network.hub_shaping(lab.file))
+
+
+def _facts(lab: Lab) -> dict[str, Any]:
+    return {"file": str(lab.path), "digest": digest(lab.file), "namespaces": netns.standing(lab.prefix)}
+
+
+def _state(ident: str) -> Path:
+    return state_folder() / f"{ident}.json"
+
+
+def _read_state(ident: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(_state(ident).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and {"digest", "namespaces"} <= data.keys() else None
+
+
+@contextlib.contextmanager
+def _lock(path: str | Path) -> Iterator[None]:
+    """Only one process uses a lab. The lock's file goes when its owner lets go of it."""
+    folder = state_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"{lab_id(path)}.lock"
+    with _open_locked(place, path) as handle:
+        handle.write(str(os.getpid()))
+        handle.flush()
+        try:
+            yield
+        finally:
+            place.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _open_locked(place: Path, path: str | Path) -> IO[str]:
+    while True:
+        handle = place.open("a+")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            seen = f"process {_owner(handle)} holds it"
+            handle.close()
+            raise LabError(
+                "The lab is in use.",
+                where=str(path),
+                seen=seen,
+                next_step="wait for that command, or end it: it takes along what it made",
+            ) from None
+        if place.exists() and os.fstat(handle.fileno()).st_ino == place.stat().st_ino:
+            handle.seek(0)
+            handle.truncate()
+            return handle
+        handle.close()  # its last owner has removed the file in between
+
+
+def _owner(handle: IO[str]) -> str:
+    handle.seek(0)
+    return handle.read().strip() or "unknown"
+
+
+@contextlib.contextmanager
+def _signals_stop() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    with _handlers(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Cleaning is not interrupted a second time."""
+    with _handlers(signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handlers(handler: Any, numbers: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

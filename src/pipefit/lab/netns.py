@@ -1,0 +1,110 @@
+"""Namespaces of the kernel: making them, listing who runs in them, taking them down. Needs root and iproute2.
+
+Every name begins with the lab's own prefix, and nothing without it is ever touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+
+from pipefit.errors import LabError
+
+PREFIX = "pflab-"
+KILL_S = 10.0
+"""How long processes may take to vanish after SIGKILL."""
+
+
+def why_not() -> str:
+    """Why no lab can be made here, in words; '' where one can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} of iproute2 not found"
+    if os.geteuid() != 0:
+        return "not root"
+    try:
+        _run(["ip", "netns", "list"])
+    except LabError as error:
+        return str(error.seen)
+    return ""
+
+
+def require() -> None:
+    """Raises LabError where no lab can be made, with what to do."""
+    reason = why_not()
+    if reason:
+        raise LabError(
+            "The lab needs root and iproute2: it makes network namespaces and shapes their links.",
+            where="pipefit lab",
+            seen=reason,
+            allowed="root in a Linux (or a container with CAP_SYS_ADMIN and CAP_NET_ADMIN), with ip and tc",
+            next_step="install the package iproute2, and start the command with sudo",
+        )
+
+
+def standing(prefix: str) -> list[str]:
+    """Namespaces whose names begin with `prefix`, which must begin with ours."""
+    assert prefix.startswith(PREFIX), prefix
+    lines = _run(["ip", "netns", "list"]).splitlines()
+    return sorted(line.split()[0] for line in lines if line.startswith(prefix))
+
+
+def add(names: Sequence[str]) -> None:
+    """Make namespaces."""
+    batch(["ip"], [f"netns add {name}" for name in names])
+
+
+def inside(name: str) -> list[str]:
+    """The words before a command that runs it in a namespace."""
+    return ["ip", "netns", "exec", name]
+
+
+def batch(command: Sequence[str], lines: Sequence[str]) -> None:
+    """Many commands of `ip` or `tc` in one process. Raises LabError with the line that failed."""
+    if lines:
+        _run([*command, "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def settings(name: str, values: Sequence[str]) -> None:
+    """Kernel settings of a namespace. One that this kernel does not have is left out."""
+    with contextlib.suppress(LabError):
+        _run([*inside(name), "sysctl", "-q", "-e", "-w", *values])
+
+
+def processes(name: str) -> list[int]:
+    """Who runs in a namespace."""
+    return [int(word) for word in _run(["ip", "netns", "pids", name]).split()]
+
+
+def remove(names: Sequence[str]) -> None:
+    """Kill whoever runs in these namespaces, and delete them; their links go with them."""
+    deadline = time.monotonic() + KILL_S
+    for name in names:
+        assert name.startswith(PREFIX), name
+        while pids := processes(name):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise LabError("A process in the lab cannot be ended.", where=name, seen=f"processes {pids}")
+            time.sleep(0.02)
+        _run(["ip", "netns", "delete", name])
+
+
+def _run(command: Sequence[str], text: str = "") -> str:
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise LabError(
+            "A command of iproute2 failed.",
+            where=" ".join(command),
+            seen=said.splitlines()[0] if said else f"exit code {done.returncode}",
+            next_step="the kernel needs network namespaces, veth, bridge, sch_htb and cls_u32",
+        )
+    return done.stdout

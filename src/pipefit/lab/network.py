@@ -1,0 +1,227 @@
+"""What to type to make the network of a lab: pure functions from a lab file to lines for `ip -batch` and `tc -batch`.
+
+Every host is a namespace with one interface into a hub namespace, which holds the bridges; nothing is made in the
+namespace of the machine. Four places are shaped by htb, so that all contention is real:
+
+- at the sender, a class per destination host below a class for the port;
+- at the hub's end of every host's cable, a class per source host below a class for the receiving port;
+- on both ends of the cable between a rack's bridge and the core, a class per host of the rack below the uplink;
+- on the loopback interface of a host, a class per destination device: the link class inside the host.
+
+Classes borrow up to their own rate from the class above, and share it evenly when they are many. Rates are of payload:
+they are raised by the headers of a full packet. Latency cannot be made with htb.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.cluster.types import Cluster
+from pipefit.lab.spec import LabFile, Port
+
+NETWORK = "10.77"
+"""Host h has 10.77.h.0/24, its device d the address .d+1; all inside namespaces of the lab."""
+
+HEADERS_BYTES = 14 + 20 + 32
+"""Ethernet, IP, and TCP with timestamps, of every packet."""
+
+PACKETS_PER_S = 20000
+"""All hosts together: what costs two cores little beside the ranks."""
+
+QUEUE_PACKETS = 20000
+"""So long that nothing is lost; TCP's windows keep queues shorter."""
+
+BURST_S = 3e-4
+"""A class may fall behind by so much and catch up; longer, and short messages would go for nothing."""
+
+HUB = "hub"
+CORE = "core"
+LOOPBACK_LIMIT_BYTES_PER_S = 2e9
+"""A link inside a host that is faster is left as fast as the loopback interface is."""
+
+SETTINGS = (
+    "net.ipv4.tcp_congestion_control=reno",
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    "net.ipv4.tcp_no_metrics_save=1",
+    "net.ipv4.tcp_rmem=4096 131072 1048576",
+    "net.ipv4.tcp_wmem=4096 65536 262144",
+    "net.ipv6.conf.all.disable_ipv6=1",
+    "net.ipv6.conf.default.disable_ipv6=1",
+)
+"""Of every host's namespace: windows large enough for every rate, nothing remembered from earlier connections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Bytes of payload per second on the lab's wires, after scaling. Matrices and lists by host."""
+
+    pair: tuple[tuple[float, ...], ...]
+    send: tuple[float, ...]
+    receive: tuple[float, ...]
+    inside: tuple[float, ...]
+    "Between the devices of each host; 0: not shaped."
+    up: tuple[float, ...]
+    down: tuple[float, ...]
+    "Of each rack."
+
+
+def rates_of(lab: LabFile) -> Rates:
+    """All rates of the lab. A port without a figure of its own is as fast as its fastest link, or as all of them
+    together where the file says that ports are not shared."""
+    cluster, scale = lab.cluster, lab.size_scale
+    hosts = cluster.hosts
+    count = range(len(hosts))
+    matrix = cluster.rails[0].bandwidth_bytes_per_s if cluster.rails else tuple((0.0,) * len(hosts) for _ in count)
+    join = max if not cluster.rails or cluster.rails[0].shared_ports else sum
+    send, receive = [], []
+    for h, host in enumerate(hosts):
+        port = lab.ports.get(host.name, Port())
+        row = [matrix[h][b] for b in count if b != h] or [0.0]
+        column = [matrix[a][h] for a in count if a != h] or [0.0]
+        send.append((port.send_bytes_per_s or join(row)) / scale)
+        receive.append((port.receive_bytes_per_s or join(column)) / scale)
+    inside = [cluster.links[host.link].bandwidth_bytes_per_s / scale if host.devices > 1 else 0.0 for host in hosts]
+    return Rates(
+        pair=tuple(
+            tuple(0.0 if a == b else min(matrix[a][b] / scale, send[a], receive[b]) for b in count) for a in count
+        ),
+        send=tuple(send),
+        receive=tuple(receive),
+        inside=tuple(rate if rate < LOOPBACK_LIMIT_BYTES_PER_S else 0.0 for rate in inside),
+        up=tuple(rack.up_bytes_per_s / scale for rack in lab.uplinks),
+        down=tuple(rack.down_bytes_per_s / scale for rack in lab.uplinks),
+    )
+
+
+def packet_bytes(lab: LabFile) -> int:
+    """The largest packet: as small as this machine can handle when all hosts send at once, because a message gains the
+    time of about one packet: what leaves an idle class first waits for nothing."""
+    if lab.packet_bytes:
+        return lab.packet_bytes
+    return int(min(9000.0, max(1500.0, sum(rates_of(lab).send) / PACKETS_PER_S)))
+
+
+def address(host: int, device: int = 0) -> str:
+    """Of a device, as all others reach it."""
+    return f"{NETWORK}.{host}.{device + 1}"
+
+
+def interface(device: int) -> str:
+    """The name by which gloo finds the device's own address on its host."""
+    return f"eth0:{device}"
+
+
+def rack_of(lab: LabFile) -> dict[str, int]:
+    """Host -> place of its rack; hosts that are in none are not there."""
+    return {host: index for index, rack in enumerate(lab.uplinks) for host in rack.hosts}
+
+
+def hub_lines(lab: LabFile, prefix: str) -> list[str]:
+    """`ip` commands in the hub: bridges, cables of the racks, and a cable into the namespace of every host."""
+    packet = packet_bytes(lab)
+    lines = []
+    for bridge in (CORE, *(f"rack{index}" for index in range(len(lab.uplinks)))):
+        lines += [f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} mtu {packet} up"]
+    for index in range(len(lab.uplinks)):
+        lines += [f"link add up{index} type veth peer name down{index}"]
+        lines += [f"link set {_cable(f'up{index}', packet)} master rack{index} up"]
+        lines += [f"link set {_cable(f'down{index}', packet)} master {CORE} up"]
+    racks = rack_of(lab)
+    for h, host in enumerate(lab.cluster.hosts):
+        bridge = f"rack{racks[host.name]}" if host.name in racks else CORE
+        lines += [f"link add host{h} type veth peer name eth0 netns {prefix}{host_namespace(h)}"]
+        lines += [f"link set {_cable(f'host{h}', packet)} master {bridge} up"]
+    return lines
+
+
+def host_lines(lab: LabFile, host: int) -> list[str]:
+    """`ip` commands in the namespace of a host: an address for every device, each with a label that gloo can name."""
+    packet = packet_bytes(lab)
+    lines = [f"link set {_cable('lo', packet)} up", f"link set {_cable('eth0', packet)} up"]
+    for device in range(lab.cluster.hosts[host].devices):
+        # One address of the network joins the hosts; the others belong to the host alone, and all hosts route to it.
+        length = 16 if device == 0 else 32
+        lines.append(f"addr add {address(host, device)}/{length} dev eth0 label {interface(device)}")
+    return lines
+
+
+def host_namespace(host: int) -> str:
+    """The last part of the name of a host's namespace."""
+    return f"h{host}"
+
+
+def host_shaping(lab: LabFile, host: int) -> list[str]:
+    """`tc` commands in the namespace of a host: the way out, and the links between its devices."""
+    rates, packet = rates_of(lab), packet_bytes(lab)
+    leaves = [
+        _Leaf(f"dst {NETWORK}.{b}.0/24", rates.pair[host][b]) for b in range(len(rates.pair)) if rates.pair[host][b]
+    ]
+    lines = _tree("eth0", rates.send[host], leaves, packet) if leaves else []
+    inside = rates.inside[host]
+    if inside:
+        devices = range(lab.cluster.hosts[host].devices)
+        ports = [_Leaf(f"dst {address(host, device)}/32", inside) for device in devices]
+        lines += _tree("lo", inside * len(devices), ports, packet)
+    return lines
+
+
+def hub_shaping(lab: LabFile) -> list[str]:
+    """`tc` commands in the hub: what hosts receive, and the uplinks of racks."""
+    rates, packet = rates_of(lab), packet_bytes(lab)
+    names = {host.name: h for h, host in enumerate(lab.cluster.hosts)}
+    lines = []
+    for b in range(len(names)):
+        leaves = [_Leaf(f"src {NETWORK}.{a}.0/24", rates.pair[a][b]) for a in range(len(names)) if rates.pair[a][b]]
+        # Each at the port's own rate: what a sender may send is shaped where it leaves.
+        lines += _tree(f"host{b}", rates.receive[b], [_Leaf(leaf.match, rates.receive[b]) for leaf in leaves], packet)
+    for index, rack in enumerate(lab.uplinks):
+        for device, way, rate in ((f"up{index}", "src", rates.up[index]), (f"down{index}", "dst", rates.down[index])):
+            leaves = [_Leaf(f"{way} {NETWORK}.{names[host]}.0/24", rate) for host in rack.hosts]
+            lines += _tree(device, rate, leaves, packet)
+    return lines
+
+
+def not_made(cluster: Cluster, rates: Rates) -> list[str]:
+    """What the file says and the lab does not make, in words."""
+    notes = []
+    asked = [value for rail in cluster.rails for row in rail.latency_s for value in row if value > 1e-4]
+    if asked:
+        notes.append(f"latencies of up to {max(asked) * 1e3:g} ms: links have the machine's own, about 0.05 ms")
+    for host, rate in zip(cluster.hosts, rates.inside, strict=True):
+        if host.devices > 1 and not rate:
+            notes.append(f"links inside {host.name}: as fast as the loopback interface")
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    match: str
+    rate: float
+
+
+def _cable(name: str, packet: int) -> str:
+    """No packet is larger than the network's: htb counts a large one as a whole, after it has gone."""
+    return f"dev {name} mtu {packet} gso_max_size {packet} txqueuelen {QUEUE_PACKETS}"
+
+
+def _tree(device: str, rate: float, leaves: list[_Leaf], packet: int) -> list[str]:
+    lines = [
+        f"qdisc add dev {device} root handle 1: htb",
+        f"class add dev {device} parent 1: classid 1:1 {_htb(rate, rate, packet)}",
+    ]
+    for index, leaf in enumerate(leaves):
+        place = f"1:{0x10 + index:x}"
+        own = min(leaf.rate, rate / len(leaves))
+        lines.append(f"class add dev {device} parent 1:1 classid {place} {_htb(own, min(leaf.rate, rate), packet)}")
+        lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {place}")
+    return lines
+
+
+def _htb(rate: float, ceiling: float, packet: int) -> str:
+    whole = packet + 14
+    raised = whole / (packet + 14 - HEADERS_BYTES)
+    words = []
+    for name, burst, value in (("rate", "burst", rate), ("ceil", "cburst", ceiling)):
+        bytes_per_s = value * raised
+        words.append(f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(whole, round(bytes_per_s * BURST_S))}b")
+    return f"htb {' '.join(words)} quantum {whole}"

@@ -1,0 +1,107 @@
+"""The process that starts the ranks: it imports what they need once, and forks them, each into its own namespace.
+
+Thirty-two imports of torch would take a minute of two cores and as many copies in memory. Started by `launch` as
+`python -m pipefit.lab.nursery`: reads one JSON object from standard input, and writes a line `RANK PID` for every
+start and `RANK CODE` for every end to its standard output. The kernel kills the ranks if it dies, and it if `launch`
+dies, so that nothing outlives a killed lab.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Read what to start, start it, report until all have ended."""
+    orders = json.loads(sys.stdin.readline())
+    die_with_parent(orders["parent"])
+    for name in orders["preload"]:
+        importlib.import_module(name)
+    report = os.dup(sys.stdout.fileno())
+    pids: dict[int, int] = {}
+    for rank, order in enumerate(orders["ranks"]):
+        sys.stdout.flush()
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(report)
+            enter(order, [other["output"] for other in orders["ranks"]], own)
+            run_here(order["command"])
+            return
+        pids[pid] = rank
+        os.close(order["output"])
+        os.write(report, f"start {rank} {pid}\n".encode())
+    while pids:
+        pid, status = os.wait()
+        if pid in pids:
+            os.write(report, f"end {pids.pop(pid)} {os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies; at once if it has died already."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def enter(order: dict[str, Any], outputs: list[int], parent: int) -> None:
+    """Become a rank: own session, namespace, environment and output."""
+    die_with_parent(parent)
+    os.setsid()
+    handle = os.open(f"/run/netns/{order['namespace']}", os.O_RDONLY | os.O_CLOEXEC)
+    if _LIBC.setns(handle, _CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), order["namespace"])
+    os.close(handle)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(order["output"], 1)
+    os.dup2(order["output"], 2)
+    for other in (nothing, *outputs):
+        if other > 2:
+            try:
+                os.close(other)
+            except OSError:
+                continue
+    os.environ.update(order["environment"])
+
+
+def run_here(command: list[str]) -> None:
+    """Run a Python command in this interpreter, which has its libraries already; become any other command."""
+    if command[0] == "pipefit":
+        sys.argv = command
+        runpy.run_module("pipefit", run_name="__main__", alter_sys=True)
+    elif is_python(command) and len(command) > 2 and command[1] == "-m":
+        sys.argv = command[2:]
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    elif is_python(command) and len(command) > 1 and not command[1].startswith("-"):
+        sys.argv = command[1:]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
+        runpy.run_path(command[1], run_name="__main__")
+    else:
+        program = sys.executable if is_python(command) else command[0]
+        try:
+            os.execvp(program, command)
+        except OSError as error:
+            print(f"pipefit lab: {command[0]}: {error.strerror}", file=sys.stderr)
+            sys.exit(127)
+
+
+def is_python(command: list[str]) -> bool:
+    """Whether a command is one for this Python."""
+    return os.path.basename(command[0]) in ("python", "python3") or command[0] == sys.executable
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The emulated device of this process: a stage does its real arithmetic, then waits until that device would be done.
+
+The one seam between the lab and the rooms that compute: `run/` and `profile/` pass their stages through `paced`, which
+gives them back as they are where `PIPEFIT_LAB` names no lab. A stage's last backward is paced layer by layer, so that
+reductions start when the emulated device would have started them. Time spent in collectives inside a stage comes on
+top of the device's time (`exchanged`). Waking up late is taken off the next action where it follows at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipefit.lab.tables import DeviceTable, LayerFacts
+from pipefit.model.ops import graph_flops
+from pipefit.model.ops.saved import effective_recompute
+from pipefit.model.ops.totals import graph_traffic_bytes, operator_flops
+
+T = TypeVar("T")
+
+INVALID_SHARE = 0.01
+"""A run in which more of the actions than this took longer for real than on the emulated device is invalid."""
+
+AT_ONCE_S = 5e-4
+"""An action that begins so soon after the last one waited for nothing."""
+
+OPTIMIZER_BYTES = 28
+"""AdamW in float32 reads four numbers and writes three for every parameter."""
+
+_TRAFFIC = {"F": 1.0, "I": 1.5, "W": 0.7}
+"""Memory traffic of an action against that of the forward."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a paced process did. Actions before the second step of a stage warm up: they are paced, but not judged."""
+
+    actions: int = 0
+    late: int = 0
+    "Actions whose real work took longer than the emulated device."
+    warm: int = 0
+    emulated_s: float = 0.0
+    taken_s: float = 0.0
+    "Of the actions that count: how long they should have taken, and took."
+    worst_s: float = 0.0
+    "By how much the worst of the late ones missed."
+
+
+class Device:
+    """The emulated device. One a process; made from the environment by `device`."""
+
+    def __init__(self, table: DeviceTable, *, seed: int, number: int, memory_bytes: int) -> None:
+        self.table, self.seed, self.number, self.memory_bytes = table, seed, number, memory_bytes
+        self.counts = Counts()
+        self.exchange_s = 0.0
+        "Spent in collectives since this process began."
+        self._turn = self._drawn = 0
+        self._started = self._woke = self._debt_s = 0.0
+
+    def begin_step(self) -> None:
+        """The device has cooled down between two steps."""
+        self._turn = 0
+
+    def draw(self) -> float:
+        """The factor of the next action: drift within the step, and jitter."""
+        self._turn += 1
+        self._drawn += 1
+        return self.table.drift(self._turn - 1) * self.table.noise(self.seed, self.number, self._drawn)
+
+    def rates(self) -> tuple[float, float, float]:
+        """(FLOP/s of large matrix products, bytes/s of a copy, seconds of a small operator), as a test would show."""
+        large = LayerFacts(dense_flops=1e9, attention_flops=0.0, traffic_bytes=0.0, tokens=8192, context=1)
+        table = self.table
+        seconds = table.layer_time_s("F", {"F": large}) - table.layer_s
+        return 1e9 / seconds, table.memory_bytes_per_s, table.layer_s / 12
+
+    def begin(self) -> float:
+        """When the action that starts now began on the emulated device: earlier, where the last one woke up late."""
+        self._started = now = time.perf_counter()
+        return now - self._debt_s if now - self._woke < AT_ONCE_S else now
+
+    def wait_until(self, deadline: float) -> float:
+        """Sleep; by how many seconds it was too late already (not above zero: in time)."""
+        left = deadline - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        return -left
+
+    def finish(self, began: float, seconds: float, exchanged_s: float, warm: bool) -> None:
+        """End an action that began then and takes so long, besides what it spent in collectives."""
+        deadline = began + seconds + exchanged_s
+        late_s = self.wait_until(deadline)
+        self._woke = time.perf_counter()
+        self._debt_s = max(0.0, self._woke - deadline) if late_s <= 0 else 0.0
+        counts = self.counts
+        if warm:
+            counts.warm += 1
+            return
+        counts.actions += 1
+        counts.emulated_s += seconds
+        counts.taken_s += self._woke - self._started - exchanged_s
+        if late_s > 0:
+            counts.late += 1
+            counts.worst_s = max(counts.worst_s, late_s)
+
+
+class PacedStage:
+    """A stage program (`run.stage.StageProgram`) at the pace of an emulated device. Everything else is passed on."""
+
+    def __init__(self, program: Any, device: Device) -> None:
+        self._program, self._device = program, device
+        self._steps = 0
+        self._sizes: dict[tuple[int, int], dict[str, int]] = {}
+        self._known: dict[tuple[object, ...], list[float]] = {}
+        self.on_layer_gradients: Callable[[int], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def begin_step(self, step: int, divisor: int) -> None:
+        self._program.begin_step(step, divisor)
+        self._device.begin_step()
+        self._steps += 1
+
+    def forward(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> Any:
+        sizes = self._sizes_of(microbatch, slice_, inputs, feed)
+        return self._paced("F", sizes, lambda: self._program.forward(microbatch, slice_, inputs, feed))
+
+    def backward(self, microbatch: int, slice_: int, gradients: Any) -> Any:
+        sizes = self._sizes.pop((microbatch, slice_))
+        return self._paced("B", sizes, lambda: self._program.backward(microbatch, slice_, gradients))
+
+    def backward_input(self, microbatch: int, slice_: int, gradients: Any) -> Any:
+        sizes = self._sizes[microbatch, slice_]
+        return self._paced("I", sizes, lambda: self._program.backward_input(microbatch, slice_, gradients))
+
+    def backward_weight(self, microbatch: int, slice_: int) -> None:
+        sizes = self._sizes.pop((microbatch, slice_))
+        self._paced("W", sizes, lambda: self._program.backward_weight(microbatch, slice_))
+
+    def _paced(self, kind: str, sizes: Mapping[str, int], work: Callable[[], T]) -> T:
+        device = self._device
+        began, before_s = device.begin(), device.exchange_s
+        layers_s = self._layer_times(kind, sizes)
+        factor = device.draw()
+        done, shown_s = self.on_layer_gradients, device.table.action_s
+
+        def announce(place: int) -> None:
+            """The gradients of this layer are complete on the emulated device once it and all after it are done."""
+            nonlocal shown_s
+            shown_s += layers_s[place]
+            device.wait_until(began + shown_s * factor + device.exchange_s - before_s)
+            assert done is not None
+            done(place)
+
+        self._program.on_layer_gradients = announce if done is not None and kind in "BW" else None
+        result = work()
+        seconds = (device.table.action_s + sum(layers_s)) * factor
+        device.finish(began, seconds, device.exchange_s - before_s, self._steps < 2)
+        return result
+
+    def _layer_times(self, kind: str, sizes: Mapping[str, int]) -> list[float]:
+        key = (kind, *sizes.values())
+        if key not in self._known:
+            recompute = self._program.recompute
+            self._known[key] = [
+                stage_layer_s(self._device.table, layer.graph, kind, sizes, recompute) for layer in self._program.layers
+            ]
+        return self._known[key]
+
+    def _sizes_of(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> dict[str, int]:
+        extent = next(x for x in (feed.positions, feed.tokens, feed.labels, inputs.get("")) if x is not None)
+        rows, tokens = int(extent.shape[0]), int(extent.shape[1])
+        past = sum(self._sizes[microbatch, earlier]["T"] for earlier in range(slice_))
+        shard = self._program.shard
+        own = tokens if shard is None else shard.length(tokens)
+        sizes = {"B": rows, "T": tokens, "P": past, "S": own}
+        self._sizes[microbatch, slice_] = sizes
+        return sizes
+
+
+def device() -> Device | None:
+    """The emulated device of this process; None where `PIPEFIT_LAB` names no lab, or one without a table for its kind
+    of device (`PIPEFIT_DEVICE_KIND`)."""
+    path = os.environ.get("PIPEFIT_LAB", "")
+    if not path:
+        return None
+    return _device(path, os.environ.get("PIPEFIT_DEVICE_KIND", ""), int(os.environ.get("PIPEFIT_LAB_DEVICE", "0")))
+
+
+def paced(program: T) -> T:
+    """The stage program at the pace of this process's emulated device, or as it is where there is none."""
+    found = device()
+    return program if found is None else PacedStage(program, found)  # type: ignore[return-value]
+
+
+def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
+    """For `Worker.pace`: gives the optimizer step over so many numbers the time of the emulated device."""
+    found = device()
+    if found is None:
+        return None
+    seconds = elements * OPTIMIZER_BYTES / found.table.memory_bytes_per_s
+
+    def pace(action: Any, duration_s: float) -> None:
+        if action.kind == "STEP":
+            found.wait_until(time.perf_counter() - duration_s + seconds)
+
+    return pace
+
+
+def exchanged(call: Callable[[], T]) -> T:
+    """Do `call`, a collective inside a stage; on an emulated device its time is not the device's."""
+    found = device()
+    if found is None:
+        return call()
+    start = time.perf_counter()
+    result = call()
+    found.exchange_s += time.perf_counter() - start
+    return result
+
+
+def own_time() -> float:
+    """Seconds of a clock that leaves out what other processes take: of the emulated device, or of the processor."""
+    return time.thread_time() if device() is None else time.perf_counter()
+
+
+def judge(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
+    """(whether the run is valid, in words) from the counts of all ranks."""
+    actions, late = sum(c["actions"] for c in counts), sum(c["late"] for c in counts)
+    taken, emulated = sum(c["taken_s"] for c in counts), sum(c["emulated_s"] for c in counts)
+    if not actions:
+        return True, "no paced action"
+    worst = max(c["worst_s"] for c in counts)
+    words = (
+        f"{actions} paced actions, {late} ({late / actions:.2%}) with more real work than the emulated device takes"
+        f"{f', by up to {worst * 1e3:.1f} ms' if late else ''}; in all {taken / emulated:.4f} of the emulated time"
+    )
+    return late <= INVALID_SHARE * actions, words
+
+
+def read_counts(folder: Path) -> dict[int, dict[str, Any]]:
+    """What paced processes left in the folder that `PIPEFIT_LAB_COUNTS` named, by device."""
+    return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+
+
+def stage_layer_s(
+    table: DeviceTable, graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none"
+) -> float:
+    """Seconds of one layer in an action on the emulated device. `sizes` are B, T, P and S of the graph."""
+    facts = layer_facts(graph, sizes)
+    seconds = table.layer_time_s(kind, facts)
+    if kind in "BI" and effective_recompute(graph, recompute) == "full":
+        seconds += table.layer_time_s("F", facts)
+    return seconds
+
+
+def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
+    """What the device must do for a layer, for each of F, I and W."""
+    whole = graph_flops(graph, sizes)
+    attention = [operator_flops(graph, op, sizes) for op in graph.operators if op.kind == "attention"]
+    traffic = graph_traffic_bytes(graph, sizes, 4)
+    result = {}
+    for kind, field in (("F", "forward"), ("I", "input_gradient"), ("W", "weight_gradient")):
+        inner = float(sum(getattr(flops, field) for flops in attention))
+        result[kind] = LayerFacts(
+            dense_flops=getattr(whole, field) - inner,
+            attention_flops=inner,
+            traffic_bytes=_TRAFFIC[kind] * traffic,
+            tokens=sizes["B"] * sizes["T"],
+            context=sizes["P"] + sizes["T"],
+        )
+    return result
+
+
+@cache
+def _device(path: str, kind: str, number: int) -> Device | None:
+    from pipefit.lab.spec import load
+
+    lab = load(path)
+    table = lab.devices.get(kind)
+    if table is None:
+        return None
+    memory = int(lab.cluster.kinds[kind].memory_bytes / lab.size_scale)
+    found = Device(table, seed=lab.seed, number=number, memory_bytes=memory)
+    _fine_timer()
+    folder = os.environ.get("PIPEFIT_LAB_COUNTS", "")
+    if folder:
+        place = Path(folder) / f"{number}.json"
+        atexit.register(lambda: place.write_text(json.dumps(asdict(found.counts)) + "\n", encoding="utf-8"))
+    return found
+
+
+def _fine_timer() -> None:
+    """Let this thread's sleeps end within a microsecond of what was asked: Linux rounds up by 50 otherwise."""
+    pr_set_timerslack = 29
+    ctypes.CDLL(None).prctl(pr_set_timerslack, ctypes.c_ulong(1000), 0, 0, 0)

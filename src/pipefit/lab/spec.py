@@ -1,0 +1,202 @@
+"""The lab file: a cluster file and what a lab needs beyond it. Read strictly; what cannot be made is named.
+
+A plain cluster file is accepted too: its links are shaped, its devices compute as fast as this machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipefit.cluster import files
+from pipefit.cluster.topology import device_count
+from pipefit.cluster.types import Cluster
+from pipefit.codec import load_text
+from pipefit.errors import FormatError, LabError
+from pipefit.lab.tables import DeviceTable
+from pipefit.units import format_bandwidth, format_bytes
+
+MOST_DEVICES = 64
+MOST_BYTES_PER_S = 1e9
+"""What one shaped port carries on this machine at the very most, whatever the file says: one veth and two cores."""
+
+LEAST_BYTES_PER_S = 1e4
+"""Below it one packet takes longer than an action of a device."""
+
+RANK_BYTES = 300 << 20
+"""Memory of one rank with torch loaded and a small model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """What one host's network card carries, in the file's (not yet scaled) bytes per second; None: its fastest link."""
+
+    send_bytes_per_s: float | None = None
+    receive_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uplink:
+    """A rack: its hosts share one way up to the others and one way down, in the file's bytes per second."""
+
+    name: str
+    hosts: tuple[str, ...]
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabFile:
+    """An emulated cluster."""
+
+    cluster: Cluster
+    devices: Mapping[str, DeviceTable] = field(default_factory=dict)
+    "By kind: how long that device takes. Never read by the planner. A kind that is not here is not paced."
+    seed: int = 0
+    "Of the jitter."
+    size_scale: float = 1.0
+    "One byte in the lab stands for so many: bandwidths and memories of the file are divided by it."
+    ports: Mapping[str, Port] = field(default_factory=dict)
+    "By host, where a port is not as fast as the host's fastest link."
+    uplinks: tuple[Uplink, ...] = ()
+    packet_bytes: int = 0
+    "Largest packet (MTU); 0: by what all hosts send together."
+    format: Literal["pipefit-lab"] = "pipefit-lab"
+    version: int = 1
+
+
+def load(path: str | Path) -> LabFile:
+    """The lab in a file (or a plain cluster file), checked. Raises FormatError, ClusterError or LabError."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError("The file cannot be read.", where=str(path), seen=error) from None
+    lab = load_text(LabFile, text, str(path)) if _is_lab(text) else LabFile(cluster=load_text(Cluster, text, str(path)))
+    check(lab, str(path))
+    return lab
+
+
+def check(lab: LabFile, where: str = "lab") -> None:
+    """Raises the first thing that contradicts itself or that no machine could make."""
+    for error in files.problems(lab.cluster, f"{where}: cluster"):
+        raise error
+    for problem in problems(lab, where):
+        raise problem
+
+
+def problems(lab: LabFile, where: str) -> Iterator[LabError]:
+    """What is wrong in the lab part of a file, in its order."""
+    if lab.version != 1:
+        yield LabError("This version of the lab format is unknown.", where=where, seen=lab.version, allowed="1")
+    if not (math.isfinite(lab.size_scale) and lab.size_scale > 0):
+        yield LabError("The scale must be a number above zero.", where=f"{where}: size_scale", seen=lab.size_scale)
+        return
+    if lab.packet_bytes and not 576 <= lab.packet_bytes <= 9000:
+        yield LabError(
+            "The packet size is impossible.",
+            where=f"{where}: packet_bytes",
+            seen=lab.packet_bytes,
+            allowed="576 to 9000",
+        )
+    yield from _names(lab.devices, lab.cluster.kinds, "kind of device", f"{where}: devices")
+    for kind, table in lab.devices.items():
+        yield from table.problems(f"{where}: devices.{kind}")
+    hosts = [host.name for host in lab.cluster.hosts]
+    yield from _names(lab.ports, hosts, "host", f"{where}: ports")
+    yield from _racks(lab, hosts, where)
+    yield from _rates(lab, where)
+    count = device_count(lab.cluster)
+    if count > MOST_DEVICES or len(hosts) > MOST_DEVICES:
+        yield LabError(
+            "The lab cannot make so many devices on one machine.",
+            where=f"{where}: hosts",
+            seen=f"{count} devices on {len(hosts)} hosts",
+            allowed=f"{MOST_DEVICES} devices",
+            next_step="describe a smaller cluster",
+        )
+    if len(lab.cluster.rails) > 1:
+        yield LabError(
+            "The lab makes one network between the hosts.",
+            where=f"{where}: rails",
+            seen=", ".join(rail.name for rail in lab.cluster.rails),
+            allowed="one rail",
+        )
+
+
+def require_memory(lab: LabFile, ranks: int, available_bytes: int, where: str) -> None:
+    """Raises LabError where so many ranks would not fit into this machine's free memory."""
+    if ranks * RANK_BYTES > available_bytes:
+        raise LabError(
+            f"{ranks} ranks do not fit into the memory of this machine.",
+            where=where,
+            seen=f"{format_bytes(available_bytes)} free, {format_bytes(RANK_BYTES)} for a rank with a small model",
+            allowed=f"{available_bytes // RANK_BYTES} ranks",
+            next_step="start fewer with --devices, describe a smaller cluster, or free memory",
+        )
+
+
+def _is_lab(text: str) -> bool:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(data, dict) and ("cluster" in data or data.get("format") == "pipefit-lab")
+
+
+def _names(
+    given: Mapping[str, object], known: Sequence[str] | Mapping[str, object], what: str, where: str
+) -> Iterator[LabError]:
+    for name in given:
+        if name not in known:
+            yield LabError(f"The cluster has no such {what}.", where=where, seen=name, allowed=", ".join(known))
+
+
+def _racks(lab: LabFile, hosts: Sequence[str], where: str) -> Iterator[LabError]:
+    seen: dict[str, str] = {}
+    for index, rack in enumerate(lab.uplinks):
+        place = f"{where}: uplinks[{index}] ({rack.name})"
+        yield from _names(dict.fromkeys(rack.hosts), hosts, "host", f"{place}.hosts")
+        for host in rack.hosts:
+            if host in seen:
+                yield LabError(
+                    "A host is in one rack only.", where=f"{place}.hosts", seen=f"{host}, also in {seen[host]}"
+                )
+            seen[host] = rack.name
+
+
+def _rates(lab: LabFile, where: str) -> Iterator[LabError]:
+    for name, port in lab.ports.items():
+        for way in ("send_bytes_per_s", "receive_bytes_per_s"):
+            value = getattr(port, way)
+            if value is not None:
+                yield from _rate(value, lab.size_scale, f"{where}: ports.{name}.{way}")
+    for index, rack in enumerate(lab.uplinks):
+        for way in ("up_bytes_per_s", "down_bytes_per_s"):
+            yield from _rate(getattr(rack, way), lab.size_scale, f"{where}: uplinks[{index}].{way}")
+    names = [host.name for host in lab.cluster.hosts]
+    for rail in lab.cluster.rails:
+        for a, row in enumerate(rail.bandwidth_bytes_per_s):
+            for b, value in enumerate(row):
+                if a != b:
+                    place = f"{where}: cluster.rails ({rail.name}).bandwidth_bytes_per_s[{a}][{b}]"
+                    yield from _rate(value, lab.size_scale, f"{place}, {names[a]} -> {names[b]}")
+
+
+def _rate(value: float, scale: float, where: str) -> Iterator[LabError]:
+    if not (math.isfinite(value) and value > 0):
+        yield LabError("A rate must be above zero.", where=where, seen=value, next_step="leave a dead link out")
+    elif not LEAST_BYTES_PER_S <= value / scale <= MOST_BYTES_PER_S:
+        higher = value / scale > MOST_BYTES_PER_S
+        yield LabError(
+            f"The rate is {'above' if higher else 'below'} what the lab can make on one machine.",
+            where=where,
+            seen=format_bandwidth(value)
+            + (f" / size_scale {scale:g} = {format_bandwidth(value / scale)}" if scale != 1 else ""),
+            allowed=f"{format_bandwidth(LEAST_BYTES_PER_S)} to {format_bandwidth(MOST_BYTES_PER_S)}",
+            next_step=f"{'raise' if higher else 'lower'} size_scale (a smaller model's messages are smaller, too)",
+        )

@@ -1,0 +1,170 @@
+"""Real TCP streams between the hosts of a lab, at the same time where asked, and what each of them achieved.
+
+One process a host, in its namespace, listens and sends what it is told to over a socket in the file system, which
+crosses namespaces. Started as `python -m pipefit.lab.streams`, and told by `Streams` in the process that measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipefit.errors import LabError
+from pipefit.lab import netns, network
+from pipefit.lab.lifecycle import Lab
+
+PORT = 5201
+START_S = 60.0
+"""How long a host's process may take to start, and to answer beyond the time of its stream."""
+
+SKIPPED_S = 0.1
+"""Of every stream, the beginning that is not counted: what bursts let through, and TCP's first windows."""
+
+Pair = tuple[int, int]
+
+
+class Streams:
+    """The hosts' processes of a lab that stands. `measure` as often as wanted, then leave the context."""
+
+    def __init__(self, lab: Lab, told: Sequence[socket.socket]) -> None:
+        self._lab, self._told = lab, told
+        self._files = [each.makefile("rw") for each in told]
+
+    def measure(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, float]:
+        """Bytes of payload per second that each ordered pair of hosts achieves while all of them stream.
+
+        LabError where a stream failed. A host may send to several at once, and to one only once.
+        """
+        senders = sorted({source for source, _ in pairs})
+        for source in senders:
+            targets = [network.address(target) for origin, target in pairs if origin == source]
+            self._files[source].write(json.dumps({"targets": targets, "seconds": seconds}) + "\n")
+            self._files[source].flush()
+        found: dict[Pair, float] = {}
+        for source in senders:
+            answer = json.loads(self._files[source].readline() or '{"error": "the process is gone"}')
+            if "error" in answer:
+                raise LabError(
+                    "A stream failed.", where=self._lab.file.cluster.hosts[source].name, seen=answer["error"]
+                )
+            targets_of = [target for origin, target in pairs if origin == source]
+            found |= {(source, target): rate for target, rate in zip(targets_of, answer["rates"], strict=True)}
+        return found
+
+
+@contextlib.contextmanager
+def streams(lab: Lab) -> Iterator[Streams]:
+    """Start a process on every host of a lab that stands; end them all at the end."""
+    count = len(lab.file.cluster.hosts)
+    running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="pipefit-lab-") as folder, socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(Path(folder) / "door"))
+        door.listen(count)
+        door.settimeout(START_S)
+        told: dict[int, socket.socket] = {}
+        try:
+            for h in range(count):
+                command = [sys.executable, "-m", "pipefit.lab.streams", str(Path(folder) / "door"), str(h)]
+                running.append(
+                    subprocess.Popen([*netns.inside(lab.namespace(h)), *command, str(os.getpid())], stdin=-3)
+                )
+            for _ in range(count):
+                each, _ = door.accept()
+                each.settimeout(START_S + 600)
+                told[int(each.recv(16))] = each
+            yield Streams(lab, [told[h] for h in range(count)])
+        except TimeoutError:
+            raise LabError(
+                "A host of the lab did not answer.", where=str(lab.path), seen=f"{len(told)} of {count}"
+            ) from None
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+            for each in told.values():
+                each.close()
+
+
+def main(door: str, host: int, parent: int) -> None:
+    """A host: listen for streams, and send when told."""
+    from pipefit.lab.nursery import die_with_parent
+
+    die_with_parent(parent)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("0.0.0.0", PORT))
+    listener.listen(64)
+    threading.Thread(target=_receive_all, args=(listener,), daemon=True).start()
+    with socket.socket(socket.AF_UNIX) as told:
+        told.connect(door)
+        told.send(str(host).encode())
+        with told.makefile("rw") as lines:
+            for line in lines:
+                lines.write(json.dumps(_send_all(**json.loads(line))) + "\n")
+                lines.flush()
+
+
+def _send_all(targets: Sequence[str], seconds: float) -> dict[str, object]:
+    rates: list[float] = [0.0] * len(targets)
+    errors: list[str] = []
+
+    def send(place: int) -> None:
+        try:
+            rates[place] = _send(targets[place], seconds)
+        except OSError as error:
+            errors.append(f"to {targets[place]}: {error}")
+
+    threads = [threading.Thread(target=send, args=(place,)) for place in range(len(targets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"error": errors[0]} if errors else {"rates": rates}
+
+
+def _send(target: str, seconds: float) -> float:
+    """What the receiver says that it received per second."""
+    data = bytes(1 << 16)
+    with socket.create_connection((target, PORT), timeout=START_S) as stream:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            stream.sendall(data)
+        stream.shutdown(socket.SHUT_WR)
+        return float(stream.makefile().readline())
+
+
+def _receive_all(listener: socket.socket) -> None:
+    while True:
+        stream, _ = listener.accept()
+        threading.Thread(target=_receive, args=(stream,), daemon=True).start()
+
+
+def _receive(stream: socket.socket) -> None:
+    """Bytes over time between the first arrival after `SKIPPED_S` and the last one."""
+    buffer = bytearray(1 << 16)
+    first_s = begin_s = last_s = 0.0
+    total = 0
+    with stream:
+        while count := stream.recv_into(buffer):
+            now = time.monotonic()
+            first_s = first_s or now
+            if begin_s:
+                total += count
+                last_s = now
+            elif now - first_s >= SKIPPED_S:
+                begin_s = now
+        rate = total / (last_s - begin_s) if last_s > begin_s else 0.0
+        stream.sendall(f"{rate}\n".encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,115 @@
+"""How long an emulated device takes. Hidden from the planner, and of another form than its cost model on purpose.
+
+The planner fits piecewise linear curves in tokens plus attention. Here the rate saturates along a Hill curve with its
+own exponent for every kind of action, arithmetic and memory traffic join in a p-norm, attention slows with its context,
+and a device cools down: the first actions of a step are faster than the later ones. Pure functions of plain numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pipefit.errors import LabError
+
+KINDS = ("F", "I", "W", "B")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """What a device must do for one layer in one action."""
+
+    dense_flops: float
+    attention_flops: float
+    traffic_bytes: float
+    tokens: int
+    "Rows x length on this device."
+    context: int
+    "Keys that a query attends to at most."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTable:
+    """One kind of emulated device, in the lab's own (small) figures."""
+
+    flops_per_s: float
+    "Of matrix products of endless size."
+    memory_bytes_per_s: float
+    knee_tokens: float = 32.0
+    "Tokens at which half of the rate is reached."
+    sharpness: Mapping[str, float] = field(default_factory=lambda: {"F": 1.2, "I": 1.1, "W": 0.9})
+    "Hill exponent of each kind of action."
+    factor: Mapping[str, float] = field(default_factory=lambda: {"F": 1.0, "I": 1.04, "W": 0.93})
+    "Time of each kind against F for the same FLOPs."
+    fusion: float = 0.97
+    "A fused backward takes this share of I and W."
+    join: float = 3.0
+    "p of the p-norm of arithmetic and traffic: 1 adds them, large takes the larger."
+    attention_share: float = 0.6
+    "Rate of attention against that of matrix products, at a context of 1."
+    attention_fade: float = 0.05
+    "The rate of attention falls with the context to this power."
+    layer_s: float = 5e-4
+    "Once a layer."
+    action_s: float = 3e-3
+    "Once an action."
+    boost: float = 0.02
+    "How much faster the first action of a step is than one after a long time."
+    boost_actions: float = 8.0
+    "After so many actions of the step the boost has fallen to 1/e."
+    jitter: float = 0.015
+    "Sigma of the lognormal factor on every action; its mean is 1."
+
+    def problems(self, where: str) -> Iterator[LabError]:
+        """Figures that no device has."""
+        for name in ("flops_per_s", "memory_bytes_per_s", "knee_tokens", "join", "attention_share", "boost_actions"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                yield LabError("This figure must be above zero.", where=f"{where}.{name}", seen=getattr(self, name))
+        for name in ("layer_s", "action_s", "attention_fade"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                yield LabError("This figure must not be negative.", where=f"{where}.{name}", seen=getattr(self, name))
+        for name, most in (("boost", 0.5), ("jitter", 0.2), ("fusion", 2.0)):
+            if not 0 <= getattr(self, name) <= most:
+                yield LabError(
+                    "This share is impossible.",
+                    where=f"{where}.{name}",
+                    seen=getattr(self, name),
+                    allowed=f"0 to {most:g}",
+                )
+        for name in ("sharpness", "factor"):
+            given = getattr(self, name)
+            if sorted(given) != ["F", "I", "W"] or min(given.values(), default=0) <= 0:
+                yield LabError(
+                    "A figure above zero is needed for each of F, I and W.", where=f"{where}.{name}", seen=dict(given)
+                )
+
+    def layer_time_s(self, kind: str, facts: Mapping[str, LayerFacts]) -> float:
+        """Seconds of one layer in an action of `kind`. `facts` by F, I and W: only those that `kind` needs are read."""
+        if kind == "B":
+            return self.fusion * (self.layer_time_s("I", facts) + self.layer_time_s("W", facts))
+        work = facts[kind]
+        if work.tokens == 0:
+            return 0.0
+        powered = work.tokens ** self.sharpness[kind]
+        rate = self.flops_per_s * powered / (powered + self.knee_tokens ** self.sharpness[kind])
+        dense_s = self.factor[kind] * work.dense_flops / rate
+        traffic_s = work.traffic_bytes / self.memory_bytes_per_s
+        attention_rate = self.flops_per_s * self.attention_share * max(1, work.context) ** -self.attention_fade
+        joined_s = (dense_s**self.join + traffic_s**self.join) ** (1 / self.join)
+        return float(joined_s + work.attention_flops / attention_rate + self.layer_s)
+
+    def drift(self, turn: int) -> float:
+        """Factor on the `turn`-th compute action of a step (from 0): below 1 at the beginning, towards 1 later."""
+        return 1.0 - self.boost * math.exp(-turn / self.boost_actions)
+
+    def noise(self, *key: object) -> float:
+        """The jitter of one action: lognormal with mean 1, a pure function of `key` (seed, device, step, turn)."""
+        if not self.jitter:
+            return 1.0
+        data = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+        first = (int.from_bytes(data[:8], "little") + 1) / (2**64 + 1)
+        second = int.from_bytes(data[8:], "little") / 2**64
+        normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
+        return math.exp(self.jitter * normal - self.jitter**2 / 2)
