@@ -2,9 +2,9 @@
 
 A **unit** is one slice of one microbatch, numbered microbatch * slices + slice. All stages run their forwards by
 ascending unit and their backwards in `backwards`: by ascending microbatch, the slices of one in descending order,
-because the keys and values of a slice collect gradients from later ones; the W's that are not part of a B keep that order, too. An **operation** is an action as an integer,
-(kind * stages + stage) * units + unit, with kinds 0 to 3 for F, I, W, B; the **orders** of a schedule are one array of
-operations for each lane.
+because the keys and values of a slice collect gradients from later ones; the W's that are not part of a B keep that
+order, too. An **operation** is an action as an integer, (kind * stages + stage) * units + unit, with kinds 0 to 3 for
+F, I, W, B; the **orders** of a schedule are one array of operations for each lane.
 """
 
 from __future__ import annotations

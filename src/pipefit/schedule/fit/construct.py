@@ -1,0 +1,135 @@
+"""Where the search begins: the families that stand on the same placement, and repeating blocks with real offsets.
+
+Both are wishes: a start for every operation. `greedy.construct` turns wishes into orders that fit in memory, under the
+true times. A block is given by how much slower than possible its forwards and backwards pass from stage to stage, once
+for odd and once for even passes over the lanes: the two offsets of Qi et al. 2024 (arXiv 2405.15362, eq. 2), as real
+numbers and for any placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.fit.arrays import Loops, plan, state
+from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, Ints, W, orders_of
+from pipefit.schedule.fit.kernel import State, Tables
+from pipefit.schedule.problem import Problem
+
+FAST = (1.0, 1.25, 1.6, 2.1, 2.8, 3.8)
+SLOW = (1.0, 1.2, 1.5, 2.0)
+PERIODS = (1.0, 1.06)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Orders that fit in memory, with their time."""
+
+    time_s: float
+    name: str
+    orders: list[Ints]
+
+
+def family_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops) -> Iterator[Start]:
+    """Every family that is written for this placement: as it is where it fits, and with its starts as wishes."""
+    from pipefit.schedule.families import FAMILIES
+
+    for family in FAMILIES.values():
+        if family.name == "fit" or instance.units < family.least_units(instance.lanes):
+            continue
+        try:
+            schedule = family(problem)
+        except ScheduleError:
+            continue
+        yield from schedule_starts(instance, schedule, t, loops)
+
+
+def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Loops) -> Iterator[Start]:
+    """A schedule as it is, where its actions are allowed and fit, and with its starts as wishes."""
+    orders = orders_of(instance, schedule)
+    s = state(t, instance, orders)
+    if not loops.sweep(t, s):
+        return
+    kinds = np.concatenate(orders) // (instance.stages * instance.units)
+    stages = np.concatenate(orders) // instance.units % instance.stages
+    merged = np.array([bool((kinds[stages == stage] == B).any()) for stage in range(instance.stages)])
+    allowed = bool((instance.may_merge | ~merged).all() and (instance.may_split | merged).all())
+    if allowed and fits(t, s, orders):
+        yield Start(float(s.value[0]), schedule.name, orders)
+    begin = s.begin.reshape(3, instance.stages, instance.units)
+    weight = np.where(begin[W] < 1e299, begin[W], begin[I] + instance.time_s[I])
+    wish = np.concatenate((begin[F], begin[I], weight))
+    for merge in merge_choices(instance):
+        made = built(instance, t, loops, wish, merge)
+        if made is not None:
+            yield Start(made.time_s, f"{schedule.name} in memory", made.orders)
+
+
+def fits(t: Tables, s: State, orders: list[Ints]) -> bool:
+    """Whether memory suffices for swept orders."""
+    for lane, order in enumerate(orders):
+        if (s.level[lane, : len(order)] + t.need[order] > t.limit[lane]).any():
+            return False
+    return True
+
+
+def built(instance: Instance, t: Tables, loops: Loops, wish: Floats, merge: NDArray[np.bool_]) -> Start | None:
+    """The orders that wished starts of [row, unit] lead to, or None where memory is too small."""
+    s = state(t, instance, [np.zeros(0, dtype=np.int32)] * instance.lanes)
+    time_s = loops.construct(t, plan(instance, t, merge), wish, s.order, s.length)
+    if time_s >= 1e299:
+        return None
+    return Start(
+        float(time_s), "", [s.order[lane, : s.length[lane]].astype(np.int32) for lane in range(instance.lanes)]
+    )
+
+
+def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
+    """Of each stage, whether its backwards run as B: nowhere, and everywhere, as far as is allowed."""
+    split, merged = ~instance.may_split, instance.may_merge
+    return [split] if (split == merged).all() else [split, merged.copy()]
+
+
+def block_starts(instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_]) -> Iterator[Start]:
+    """Repeating blocks of several speeds."""
+    period = float((instance.work_s() / instance.units).max())
+    turns = np.argsort(np.argsort(instance.backwards)) if instance.slices > 1 else np.arange(instance.units)
+    for fast, slow, stretch in product(FAST, SLOW, PERIODS):
+        offset = block(instance, fast, slow)
+        n = np.arange(instance.units)
+        count = [n, turns, turns]
+        wish = np.concatenate([offset[kind][:, None] + period * stretch * count[kind] for kind in range(3)])
+        made = built(instance, t, loops, wish, merge)
+        if made is not None:
+            yield Start(made.time_s, f"block {fast:g}, {slow:g}", made.orders)
+
+
+def block(instance: Instance, fast: float, slow: float) -> Floats:
+    """[kind, stage]: the offsets of one unit's F, I and W when hops take `fast` and `slow` times what they need."""
+    stages = instance.stages
+    seen: dict[int, int] = {}
+    leg = np.zeros(stages, dtype=np.int64)
+    for stage, lane in enumerate(instance.placement.tolist()):
+        leg[stage] = seen.get(lane, 0)
+        seen[lane] = leg[stage] + 1
+    ahead = np.where(leg % 2 == 0, fast, slow)
+    back = np.where(leg % 2 == 1, fast, slow) if leg.max() else np.full(stages, slow)
+    time_s = instance.time_s.mean(axis=2)
+    back_s = np.where(instance.may_split, time_s[I], time_s[B])
+    offset = np.zeros((3, stages))
+    pairs = list(zip(instance.source.tolist(), instance.target.tolist(), range(len(instance.source)), strict=True))
+    for source, target, edge in sorted(pairs, key=lambda pair: pair[1]):
+        hop = (time_s[F, source] + instance.forward_s[edge].mean()) * ahead[source]
+        offset[F, target] = max(offset[F, target], offset[F, source] + hop)
+    offset[I] = offset[F] + time_s[F]
+    for source, target, edge in sorted(pairs, key=lambda pair: -pair[0]):
+        hop = (back_s[target] + instance.backward_s[edge].mean()) * back[target]
+        offset[I, source] = max(offset[I, source], offset[I, target] + hop)
+    offset[W] = offset[I] + time_s[I]
+    return offset

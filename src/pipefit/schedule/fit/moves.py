@@ -1,0 +1,253 @@
+"""The inner loop of the local search: random changes of orders, kept if they cost little.
+
+A change moves operations within their lanes, one, a run of one row, or a wave over several lanes; then it is mended
+where memory does not suffice: what frees memory is brought forward, or what needs it is put off. Random numbers are
+integers, so that all machines draw the same. The rules of `pipefit.schedule.fit.kernel` about numba hold here, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.schedule.fit.kernel import INFINITE, evaluate, sweep
+
+
+def draw(numbers: Any, below: int) -> int:
+    """A random integer from 0 to below - 1 (Lehmer's generator; Park and Miller 1988)."""
+    numbers[1] = numbers[1] * 48271 % 2147483647
+    return int(numbers[1] % below)
+
+
+def conflict(t: Any, one: int, other: int) -> bool:
+    """Whether two operations of a lane must stay in their order."""
+    return bool(t.stage[one] == t.stage[other] and (t.row[one] == t.row[other] or t.unit[one] == t.unit[other]))
+
+
+def open_lane(s: Any, r: Any, lane: int) -> None:
+    """Copy a lane of the state into the trial, if that has not been done."""
+    if not r.changed[lane]:
+        r.changed[lane] = True
+        length = s.length[lane]
+        r.length[lane] = length
+        for place in range(length):
+            r.order[lane, place] = s.order[lane, place]
+
+
+def shift(t: Any, r: Any, lane: int, at: int, to: int) -> int:
+    """Move the operation at a place of the trial towards another one, as far as its own stage allows. Returns where it
+    came to stand."""
+    op = r.order[lane, at]
+    step = 1 if to > at else -1
+    while at != to:
+        other = r.order[lane, at + step]
+        if conflict(t, op, other):
+            break
+        r.order[lane, at] = other
+        at += step
+    r.order[lane, at] = op
+    return at
+
+
+def admit(t: Any, s: Any, r: Any, lane: int, low: int, high: int) -> bool:
+    """Put off what does not fit in memory until it does, from place `low` on, to `high` at least. Returns whether
+    everything could be placed."""
+    if t.limit[lane] >= INFINITE:
+        return True
+    length = r.length[lane]
+    level = s.level[lane, low]
+    queued = 0
+    write = read = low
+    while write < length:
+        placed = -1
+        for q in range(queued):
+            op = r.queue[q]
+            if level + t.need[op] <= t.limit[lane]:
+                free = True
+                for before in range(q):
+                    if conflict(t, r.queue[before], op):
+                        free = False
+                        break
+                if free:
+                    placed = op
+                    queued -= 1
+                    for k in range(q, queued):
+                        r.queue[k] = r.queue[k + 1]
+                    break
+        if placed < 0:
+            if read >= length:
+                return False
+            op = r.order[lane, read]
+            read += 1
+            waits = level + t.need[op] > t.limit[lane]
+            for q in range(queued):
+                if conflict(t, r.queue[q], op):
+                    waits = True
+                    break
+            if waits:
+                if queued == len(r.queue):
+                    return False
+                r.queue[queued] = op
+                queued += 1
+                continue
+            placed = op
+        r.order[lane, write] = placed
+        level += t.held[placed]
+        write += 1
+        if queued == 0 and read > high:
+            break
+    return True
+
+
+def pull(t: Any, r: Any, lane: int, at: int, level: float) -> None:
+    """Bring operations that free memory in front of place `at`, before which `level` is held, until what stands there
+    fits."""
+    op = r.order[lane, at]
+    length = r.length[lane]
+    tries = 0
+    while level + t.need[op] > t.limit[lane] and tries < 3:
+        tries += 1
+        found = at + 1
+        while found < length and t.held[r.order[lane, found]] >= 0.0:
+            found += 1
+        if found >= length:
+            return
+        freed = t.held[r.order[lane, found]]
+        came = shift(t, r, lane, found, at)
+        if came > at:
+            return
+        level += freed
+        at += 1
+
+
+def shift_one(t: Any, s: Any, r: Any, lane: int, reach: int) -> float:
+    """A random operation of a lane moves by up to `reach` places. Returns the time from which things change, or -1."""
+    length = s.length[lane]
+    at = draw(r.numbers, length)
+    by = 1 + draw(r.numbers, reach)
+    to = max(at - by, 0) if draw(r.numbers, 2) else min(at + by, length - 1)
+    pulls = draw(r.numbers, 2)
+    open_lane(s, r, lane)
+    came = shift(t, r, lane, at, to)
+    if came == at:
+        return -1.0
+    low = min(at, came)
+    if pulls and came < at:
+        pull(t, r, lane, came, s.level[lane, came])
+    if not admit(t, s, r, lane, low, max(at, came)):
+        return -1.0
+    return float(s.start[lane, low])
+
+
+def shift_run(t: Any, s: Any, r: Any, lane: int) -> float:
+    """A random row's operations of a run of units move by a few places, all the same way."""
+    length = s.length[lane]
+    row = t.row[s.order[lane, draw(r.numbers, length)]]
+    first = draw(r.numbers, t.units)
+    last = min(t.units, first + 2 + draw(r.numbers, t.units))
+    by = 1 + draw(r.numbers, 3)
+    later = draw(r.numbers, 2)
+    open_lane(s, r, lane)
+    low, high = length, 0
+    count = 0
+    for n in range(length):
+        at = length - 1 - n if later else n
+        op = r.order[lane, at]
+        if t.row[op] != row or t.unit[op] < first or t.unit[op] >= last:
+            continue
+        came = shift(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
+        if came != at:
+            low, high = min(low, at, came), max(high, at, came)
+            count += 1
+    if not count or not admit(t, s, r, lane, low, high):
+        return -1.0
+    return float(s.start[lane, low])
+
+
+def shift_wave(t: Any, s: Any, r: Any) -> float:
+    """The operations of one kind and one unit move on several lanes, the same way."""
+    stages = len(t.row_lane) // 3
+    kind = draw(r.numbers, 3)
+    stage = draw(r.numbers, stages)
+    count = 2 + draw(r.numbers, stages)
+    unit = draw(r.numbers, t.units)
+    by = 1 + draw(r.numbers, 3)
+    later = draw(r.numbers, 2)
+    since = INFINITE
+    for one in range(stage, min(stage + count, stages)):
+        node = (kind * stages + one) * t.units + unit
+        at = s.position[node]
+        if at < 0:
+            continue
+        lane = t.row_lane[one]
+        if r.changed[lane]:
+            continue
+        open_lane(s, r, lane)
+        length = s.length[lane]
+        came = shift(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
+        if came == at:
+            r.changed[lane] = False
+            continue
+        low = min(at, came)
+        if not later:
+            pull(t, r, lane, came, s.level[lane, came])
+        if not admit(t, s, r, lane, low, max(at, came)):
+            return -1.0
+        since = min(since, s.start[lane, low])
+    return since if since < INFINITE else -1.0
+
+
+def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: Any, moves: int) -> int:
+    """Try `moves` random changes of the orders in `s`, keeping those that cost no more than a random part of the heat,
+    which falls from `heats[0]` to `heats[1]`. The best orders go into `best`, with their lengths in `size`.
+    `settings`: weight of the sum of ends, best value so far, shares of the moves. Returns how many were kept."""
+    lanes = len(s.length)
+    weight = settings[0]
+    heat = heats[0]
+    kept = 0
+    current = s.value[0] + weight * s.value[1]
+    floor = 0.0
+    for lane in range(lanes):
+        floor += t.work[lane]
+    for _ in range(moves):
+        heat *= heats[2]
+        for lane in range(lanes):
+            r.changed[lane] = False
+        which = draw(r.numbers, 100)
+        lane = draw(r.numbers, lanes)
+        if which < settings[2]:
+            since = shift_one(t, s, r, lane, 1 + int(settings[5]))
+        elif which < settings[3]:
+            since = shift_run(t, s, r, lane)
+        else:
+            since = shift_wave(t, s, r)
+        if since < 0.0:
+            continue
+        for lane in range(lanes):
+            if r.changed[lane]:
+                total = 0.0
+                for place in range(r.length[lane]):
+                    total += t.time[r.order[lane, place]]
+                r.left[lanes + lane] = total
+        u = draw(r.numbers, 1 << 20) / 1048576.0
+        most = current + 3.0 * heat * u * u
+        if not evaluate(t, s, r, most - weight * floor, since):
+            continue
+        value = r.value[0] + weight * r.value[1]
+        if value > most:
+            continue
+        kept += 1
+        for lane in range(lanes):
+            if r.changed[lane]:
+                s.length[lane] = r.length[lane]
+                for place in range(r.length[lane]):
+                    s.order[lane, place] = r.order[lane, place]
+        sweep(t, s)
+        current = s.value[0] + weight * s.value[1]
+        if current < settings[1]:
+            settings[1] = current
+            for lane in range(lanes):
+                size[lane] = s.length[lane]
+                for place in range(s.length[lane]):
+                    best[lane, place] = s.order[lane, place]
+    heats[0] = heat
+    return kept
