@@ -11,6 +11,7 @@ import pytest
 from pipefit.cli import main
 from pipefit.schedule import Problem, family, uniform_costs, vee
 from pipefit.schedule.block import draw_block
+from pipefit.schedule.csv_io import from_csv
 from pipefit.simulate import simulate
 
 Run = Callable[..., tuple[int, str, str]]
@@ -81,7 +82,40 @@ def test_the_block_is_drawn_with_its_bounds(run: Run) -> None:
     assert out.count(" = 6\n") == 4
 
 
+def test_fit_keeps_to_the_memory_and_says_how_good_it_is(run: Run) -> None:
+    words = ("fit", "--devices", "4", "--times", "28,28,20,4", "--stage", "7=42,42,30", "--json")
+    spans = []
+    for memory, limit in (("0.5", 4), ("0.75", 6), ("1", 8)):
+        code, out, _ = run(*words, "--memory", memory)
+        facts = json.loads(out)
+        told = facts["fit"]
+        assert code == 0 and facts["placement"] == list(vee(4)) and facts["limit_units"] == limit
+        assert max(facts["peak_units"]) <= limit
+        assert 8 * (76 + 114) <= told["bound"] <= told["span"] <= facts["makespan"]
+        assert told["gap"] == pytest.approx(1 - told["bound"] / told["span"])
+        assert told["bubble_of_busiest"] == pytest.approx(1 - 8 * (76 + 114) / told["span"])
+        spans.append(told["span"])
+    assert spans[0] > spans[1] > spans[2]
+    family_span = json.loads(run("v-half", *words[1:], "--memory", "0.75")[1])["makespan"]
+    assert spans[1] < family_span
+    small = ("fit", "--devices", "2", "--microbatches", "3", "--memory", "0.75", "--csv")
+    assert run(*small) == run(*small, "--seed", "0")
+
+
+def test_fit_is_drawn_and_searches_as_long_as_asked(run: Run) -> None:
+    code, out, _ = run("fit", "--devices", "2", "--microbatches", "4", "--memory", "0.75", "--seconds", "0.1")
+    assert code == 0 and "no schedule takes less than" in out and "\nfound by " in out
+    for placement in ("linear", "looped"):
+        out = run("fit", "--devices", "2", "--placement", placement, "--seconds", "0.1", "--csv")[1]
+        assert tuple(from_csv(out, "fit").placement) == {"linear": (0, 1), "looped": (0, 1, 0, 1)}[placement]
+
+
 MISTAKES = [
+    ("fit --memory 0.1", ("No schedule keeps to so little memory", "at least 0.25, or 2")),
+    ("fit --seconds -1", ("time of a search is not negative", "--seconds", "seen: -1")),
+    ("fit --solver-seconds -1", ("time of a search is not negative", "--solver-seconds")),
+    ("fit --times 1,0,1", ("three positive numbers", "--times")),
+    ("fit --block", ("fit is not made of a building block",)),
     (
         "v-half --devices 8 --microbatches 16 --memory 0.5",
         (

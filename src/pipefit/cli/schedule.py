@@ -86,10 +86,20 @@ def _make(
     from dataclasses import replace
 
     from pipefit.schedule.fit import fit
+    from pipefit.schedule.fit.search import MOVES
 
-    limits = None if limit is None else (limit,) * problem.lanes
+    for option, value in (("--seconds", seconds), ("--solver-seconds", solver_seconds)):
+        if value is not None and not 0 <= value < 1e9:
+            raise ScheduleError(
+                "The time of a search is not negative.", where=option, seen=value, allowed="for example 10"
+            )
     fitted = fit(
-        replace(problem, limit_bytes=limits), seconds=seconds, exact_seconds=solver_seconds, seed=seed, objective="span"
+        replace(problem, limit_bytes=None if limit is None else (limit,) * problem.lanes),
+        moves=MOVES if seconds is None else 10**9,
+        seconds=seconds,
+        exact_seconds=solver_seconds,
+        seed=seed,
+        objective="span",
     )
     return fitted.schedule, fitted
 
