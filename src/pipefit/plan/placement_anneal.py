@@ -1,0 +1,280 @@
+"""Moves over placements and simulated annealing: plain functions that `placement_compile` also compiles.
+
+Acceptance: a change for the worse of d ticks is taken if d < T x g, where g is drawn from a table of the exponential
+distribution: the rule of Metropolis et al. 1953, without a call of exp, which two libraries may round differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.plan.placement_arena import (
+    AIMED,
+    ALLOWED,
+    BLOCK_OF,
+    BLOCK_SLOTS,
+    BLOCK_START,
+    BLOCK_WIDTH,
+    BLOCKS,
+    CUT_ROOM,
+    DEVICE,
+    DEVICES,
+    FIRST_LEVEL,
+    FLOW_START,
+    FLOWS,
+    KIND,
+    KINDS,
+    LANE_COUNT,
+    LEADING,
+    LEVELS,
+    MESSAGE_BUSY,
+    MESSAGE_LATENCY,
+    MOVED_DEVICE,
+    MOVED_SLOT,
+    RACK_COUNT,
+    RACK_DEVICES,
+    RACK_SIZE,
+    REPLICAS,
+    SAVED,
+    SHARDS,
+    SLOT_OF,
+    SLOTS,
+    SOURCE,
+    TARGET,
+    TERM_START,
+    TERMS,
+    UNDO,
+    UNDO_ENTRY,
+    UNDO_X,
+    UNTIL,
+    USED,
+    VALUE,
+    WEIGHT,
+    X,
+)
+from pipefit.plan.placement_kernel import exchange, largest, refresh
+
+SWAP, CYCLE, REVERSE, ROTATE, LANES, LANE_RUN, TAILS, RACKS = range(8)
+"""Kinds of moves: two blocks; three in a circle; a run of blocks backwards; a part of a run to another place in it;
+two whole lanes; a run of lanes backwards; two pipelines exchange their ends; two racks."""
+
+
+def draw(random: Any, bound: int) -> int:
+    """A number from 0 to bound - 1. Two multiplicative generators (L'Ecuyer 1988), which fit into 63 bits."""
+    random[0] = (random[0] * 40014) % 2147483563
+    random[1] = (random[1] * 40692) % 2147483399
+    number = random[0] - random[1]
+    if number < 1:
+        number += 2147483562
+    return int(number % bound)
+
+
+def note(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
+    """Write down that `device` goes to `slot`."""
+    whole[at[MOVED_SLOT] + count] = slot
+    whole[at[MOVED_DEVICE] + count] = device
+    return count + 1
+
+
+def slow_slot(random: Any, whole: Any, at: Any) -> int:
+    """A slot of something that counts much now: of four entries of x the one with the largest part in the largest
+    cut; of a flow, an end of its slowest message; of a collective, any slot of its lane."""
+    flows = at[FLOWS]
+    entries = 2 * flows + at[TERMS]
+    best, most = -1, 0
+    for _ in range(4):
+        entry = draw(random, entries)
+        part = whole[at[WEIGHT] + entry * at[CUT_ROOM] + at[LEADING]] * whole[at[X] + entry]
+        if part > most:
+            best, most = entry, part
+    if best < 0:
+        return draw(random, at[SLOTS])
+    if best < 2 * flows:
+        flow = best % flows
+        slowest, time = whole[at[FLOW_START] + flow], -1
+        for message in range(whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]):
+            own = whole[at[MESSAGE_BUSY] + message] + whole[at[MESSAGE_LATENCY] + message]
+            if own > time:
+                slowest, time = message, own
+        return int(whole[at[SOURCE] + slowest] if draw(random, 2) == 0 else whole[at[TARGET] + slowest])
+    lane = 0
+    while whole[at[TERM_START] + lane + 1] <= best - 2 * flows:
+        lane += 1
+    width = at[REPLICAS] * at[SHARDS]
+    return int(lane * width + draw(random, width))
+
+
+def put_block(count: int, level: int, to: int, source: int, whole: Any, at: Any) -> int:
+    """Note that the devices of block `source` go to block `to`."""
+    width = whole[at[BLOCK_WIDTH] + level]
+    start = whole[at[BLOCK_START] + level]
+    for i in range(width):
+        device = whole[at[DEVICE] + whole[at[BLOCK_SLOTS] + start + source * width + i]]
+        count = note(count, whole[at[BLOCK_SLOTS] + start + to * width + i], device, whole, at)
+    return count
+
+
+def swap_blocks(level: int, random: Any, whole: Any, at: Any) -> int:
+    """Two blocks change places; often one of them is slow now."""
+    blocks = whole[at[BLOCKS] + level]
+    if draw(random, 1000) < at[AIMED]:
+        a = whole[at[BLOCK_OF] + level * at[DEVICES] + slow_slot(random, whole, at)]
+    else:
+        a = draw(random, blocks)
+    b = (a + 1 + draw(random, blocks - 1)) % blocks
+    return put_block(put_block(0, level, a, b, whole, at), level, b, a, whole, at)
+
+
+def run_of_blocks(kind: int, level: int, random: Any, whole: Any, at: Any) -> int:
+    """A run of blocks backwards, or its first part behind its second."""
+    blocks = whole[at[BLOCKS] + level]
+    length = 2 + draw(random, min(blocks, 24) - 1)
+    first = draw(random, blocks - length + 1)
+    shift = 1 + draw(random, length - 1)
+    count = 0
+    for i in range(length):
+        other = length - 1 - i if kind == REVERSE else (i + shift) % length
+        count = put_block(count, level, first + i, first + other, whole, at)
+    return count
+
+
+def move_blocks(kind: int, random: Any, whole: Any, at: Any) -> int:
+    """One of the moves on blocks, at one of their levels."""
+    level = 0
+    if at[LEVELS] > 1 and draw(random, 1000) >= at[FIRST_LEVEL]:
+        level = 1
+    blocks = whole[at[BLOCKS] + level]
+    if blocks < 2:
+        return 0
+    if kind == SWAP or blocks < 3:
+        return swap_blocks(level, random, whole, at)
+    if kind == CYCLE:
+        a = draw(random, blocks)
+        b = (a + 1 + draw(random, blocks - 2)) % blocks
+        c = (b + 1 + draw(random, (a - b - 1) % blocks)) % blocks
+        count = put_block(0, level, a, b, whole, at)
+        count = put_block(count, level, b, c, whole, at)
+        return put_block(count, level, c, a, whole, at)
+    return run_of_blocks(kind, level, random, whole, at)
+
+
+def move_lanes(kind: int, random: Any, whole: Any, at: Any) -> int:
+    """Two lanes change places, or a run of lanes goes backwards."""
+    width = at[REPLICAS] * at[SHARDS]
+    a = draw(random, at[LANE_COUNT])
+    b = (a + 1 + draw(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
+    low, high = min(a, b), max(a, b)
+    count = 0
+    while low < high:
+        for i in range(width):
+            count = note(count, low * width + i, whole[at[DEVICE] + high * width + i], whole, at)
+            count = note(count, high * width + i, whole[at[DEVICE] + low * width + i], whole, at)
+        low, high = low + 1, high - 1
+        if kind == LANES:
+            break
+    return count
+
+
+def move_tails(random: Any, whole: Any, at: Any) -> int:
+    """Two pipelines exchange their devices from some lane on, or on one lane."""
+    a = draw(random, at[REPLICAS])
+    b = (a + 1 + draw(random, at[REPLICAS] - 1)) % at[REPLICAS]
+    first = draw(random, at[LANE_COUNT])
+    last = at[LANE_COUNT] if draw(random, 2) == 0 else first + 1
+    width = at[REPLICAS] * at[SHARDS]
+    count = 0
+    for lane in range(first, last):
+        for shard in range(at[SHARDS]):
+            one, other = lane * width + a * at[SHARDS] + shard, lane * width + b * at[SHARDS] + shard
+            count = note(count, one, whole[at[DEVICE] + other], whole, at)
+            count = note(count, other, whole[at[DEVICE] + one], whole, at)
+    return count
+
+
+def move_racks(random: Any, whole: Any, at: Any) -> int:
+    """Two racks change places, device by device."""
+    a = draw(random, at[RACK_COUNT])
+    b = (a + 1 + draw(random, at[RACK_COUNT] - 1)) % at[RACK_COUNT]
+    count = 0
+    for i in range(at[RACK_SIZE]):
+        one = whole[at[RACK_DEVICES] + a * at[RACK_SIZE] + i]
+        other = whole[at[RACK_DEVICES] + b * at[RACK_SIZE] + i]
+        count = note(count, whole[at[SLOT_OF] + one], other, whole, at)
+        count = note(count, whole[at[SLOT_OF] + other], one, whole, at)
+    return count
+
+
+def propose(random: Any, whole: Any, at: Any) -> int:
+    """Write a random move into `moved_slot` and `moved_device`; how many slots it changes, 0 for none."""
+    number = draw(random, 1000)
+    kind = 0
+    while number >= whole[at[UNTIL] + kind]:
+        kind += 1
+    if kind == RACKS and at[RACK_COUNT] > 1:
+        return move_racks(random, whole, at)
+    if kind == TAILS and at[REPLICAS] > 1:
+        return move_tails(random, whole, at)
+    if kind in (LANES, LANE_RUN) and at[LANE_COUNT] > 1:
+        return move_lanes(kind, random, whole, at)
+    if kind > ROTATE:
+        kind = SWAP
+    return move_blocks(kind, random, whole, at)
+
+
+def may_move(count: int, whole: Any, at: Any) -> bool:
+    """Whether every device of a noted move is of a kind that its lane allows."""
+    width = at[REPLICAS] * at[SHARDS]
+    for i in range(count):
+        lane = min(whole[at[MOVED_SLOT] + i] // width, at[LANE_COUNT])
+        if whole[at[ALLOWED] + lane * at[KINDS] + whole[at[KIND] + whole[at[MOVED_DEVICE] + i]]] == 0:
+            return False
+    return True
+
+
+def take_back(count: int, whole: Any, at: Any) -> None:
+    """Undo the last move."""
+    exchange(count, whole, at)
+    for i in range(at[UNDO]):
+        last = at[UNDO] - 1 - i
+        whole[at[X] + whole[at[UNDO_ENTRY] + last]] = whole[at[UNDO_X] + last]
+    for cut in range(at[USED]):
+        whole[at[VALUE] + cut] = whole[at[SAVED] + cut]
+
+
+def anneal(
+    count: int,
+    control: Any,
+    random: Any,
+    exponential: Any,
+    best_device: Any,
+    whole: Any,
+    real: Any,
+    at: Any,
+) -> int:
+    """`count` moves from where the state stands. `control`: temperature in ticks (it goes on falling in the next
+    call), factor a move, the best estimate so far (in ticks; `best_device` is its placement). Returns the estimate
+    where it ends."""
+    now = largest(whole, at)
+    temperature, factor = control[0], control[1]
+    for _ in range(count):
+        temperature *= factor
+        changed = propose(random, whole, at)
+        if changed == 0 or not may_move(changed, whole, at):
+            continue
+        for cut in range(at[USED]):
+            whole[at[SAVED] + cut] = whole[at[VALUE] + cut]
+        leading = at[LEADING]
+        exchange(changed, whole, at)
+        refresh(changed, whole, real, at)
+        new = largest(whole, at)
+        if new <= now or new - now < temperature * exponential[draw(random, len(exponential))]:
+            now = new
+            if new < control[2]:
+                control[2] = new
+                for slot in range(len(best_device)):
+                    best_device[slot] = whole[at[DEVICE] + slot]
+        else:
+            at[LEADING] = leading
+            take_back(changed, whole, at)
+    control[0] = temperature
+    return now

@@ -1,0 +1,99 @@
+"""All numbers of a placement search in three arrays: what its compiled functions take.
+
+`whole` (int64) and `real` (float64) hold many arrays one behind the other, and `at[NAME]` says where NAME begins in
+one of them, or is a number by itself. Compiling functions that pass dozens of arrays to each other takes numba 20 s
+and these three a few. In the lists below, [a, b] is an array with these axes, last one fastest.
+
+Words: a `slot` is a place of the plan (lane, replica, shard; idle ones behind them); a `message` goes from slot to
+slot; a `flow` is a set of messages that start together; a `term` is a collective of a lane's replicas, or what is left
+of one after a backward; a `row` is a time that depends on the kinds of devices on a lane; an `entry` is one of the
+searched times, which stand in one vector x of ticks: the whole time of every flow, its port time, terms, rows. A `cut`
+is a critical path: a constant and a weight for every entry; the estimate is the largest cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.plan.placement_links import Ints
+
+(
+    DEVICES, HOSTS, MATRICES, RAILS, SINGLE, KINDS,
+    LANE_COUNT, REPLICAS, SHARDS, SLOTS, FLOWS, MESSAGES, TERMS, ENTRIES, CUT_ROOM,
+    LEVELS, RACK_COUNT, RACK_SIZE, FIRST_LEVEL, AIMED,
+    STAMP, UNDO, USED, LEADING,
+) = range(24)  # fmt: skip
+"""Numbers: sizes of the cluster and of the plan; what moves may do; and, changing as the search goes on, the number of
+the move, how many entries it changed, how many cuts count, which of them is the largest."""
+
+HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(24, 33)
+"""Links: [device], [device], [rail], [rail], [matrix, host, host], [size, matrix, host, host], [host], [size, host],
+[device]. See `placement_links.Links`."""
+
+FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(33, 40)
+"""Transfers: [flow + 1], [message] four times, [slot + 1], the messages of every slot."""
+
+TERM_START, PASSES, MORE, LINE_START, ROW_START, ROW_TIME, ALLOWED = range(40, 47)
+"""Lanes: [lane + 1], [term], [term], [term + 1], [lane + 1], [row, kind], [lane + 1, kind]. See `placement_shape`."""
+
+BLOCK_START, BLOCKS, BLOCK_WIDTH, BLOCK_SLOTS, BLOCK_OF, RACK_DEVICES, UNTIL = range(47, 54)
+"""Moves: [level] three times, [block, slot] of all levels, [level, slot], [rack, device], [kind of move]."""
+
+WEIGHT, CONSTANT = 54, 55
+"""Cuts: [entry, cut], [cut]."""
+
+DEVICE, SLOT_OF, MESSAGE_BUSY, MESSAGE_LATENCY, ORDER, X, VALUE, SAVED, LOAD = range(56, 65)
+"""State: the device at every slot, the slot of every device, ticks of every message twice, [lane, shard, replica] the
+slots of a lane by device, [entry], [cut] twice (the second: before the move), [port] scratch, 0 between calls."""
+
+MOVED_SLOT, MOVED_DEVICE, SEEN_FLOW, SEEN_LANE, FLOW_LIST, LANE_LIST, UNDO_ENTRY, UNDO_X = range(65, 73)
+"""Scratch of a move: slots and their new devices, what was touched, what to undo."""
+
+PER_BYTE, INSIDE_PER_BYTE, LATENCY_FACTOR, BYTE_FACTOR, BYTES, SHARE, LINE_SHARE, LINE_BESIDE = range(73, 81)
+"""In `real`: [matrix, host, host], [host], [term] four times, [line] twice."""
+
+RING, LOAD_PER_BYTE = 81, 82
+"""In `real`: ten facts of the rings of a lane (`placement_kernel.ring_facts`), and [port] scratch."""
+
+COUNT = 83
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The three arrays."""
+
+    whole: Ints
+    real: Array
+    at: Ints
+    sizes: Mapping[int, int]
+
+    def ints(self, name: int) -> Ints:
+        """An array of `whole`, as a view: what is written there is written in the arena."""
+        start = int(self.at[name])
+        return self.whole[start : start + self.sizes[name]]
+
+    def put(self, name: int, values: Ints) -> None:
+        """Fill an array of `whole`, from its beginning."""
+        flat = values.reshape(-1)
+        assert len(flat) <= self.sizes[name]
+        self.ints(name)[: len(flat)] = flat
+
+
+def make_arena(numbers: Mapping[int, int], whole: Mapping[int, Ints], real: Mapping[int, Array]) -> Arena:
+    """The arena of these numbers and arrays by name."""
+    at = np.zeros(COUNT, dtype=np.int64)
+    for name, number in numbers.items():
+        at[name] = number
+    sizes: dict[int, int] = {}
+    for arrays in (whole, real):
+        start = 0
+        for name, values in arrays.items():
+            at[name], sizes[name] = start, values.size
+            start += values.size
+    ints = np.concatenate([np.asarray(values, dtype=np.int64).reshape(-1) for values in whole.values()])
+    floats = np.concatenate([np.asarray(values, dtype=np.float64).reshape(-1) for values in real.values()])
+    return Arena(ints, floats, at, sizes)

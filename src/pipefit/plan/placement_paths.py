@@ -1,0 +1,101 @@
+"""What a placement costs in the simulator, and why: its critical path as a linear function of what is placed.
+
+With the order of the actions fixed, the simulated iteration is the largest over all paths through the task graph of
+the sum of the times on it, and so a convex function of the times. Every path is a lower bound of it for all
+placements, and the critical path of one placement is exact there. Paths that were met so far, the largest of them at
+every point, are the estimate that the search runs on (cutting planes: Kelley 1960).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.types import Array
+from pipefit.plan.placement_links import TICK_S, Ints
+from pipefit.plan.placement_shape import Question
+from pipefit.schedule.compile import TaskGraph
+from pipefit.schedule.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
+from pipefit.schedule.times import Times, run_sweep
+from pipefit.simulate import Timeline
+from pipefit.simulate.path import critical_tasks
+
+ACTIONS = {F: "F", I: "I", W: "W", B: "B"}
+
+
+class Paths:
+    """The task graph of one candidate, whose times are filled in from x."""
+
+    def __init__(self, question: Question, timeline: Timeline) -> None:
+        self.entries = question.entries
+        self.graph: TaskGraph = timeline.graph
+        times = timeline.times
+        self.duration_s: Array = times.duration_s.copy()
+        self.transit_s: Array = times.arrival_s - times.start_s
+        self.duration_at: Ints = np.full(self.graph.size, -1, dtype=np.int64)
+        self.transit_at: Ints = self.duration_at.copy()
+        self.tied: list[tuple[int, tuple[int, ...]]] = []
+        "(task, flows whose whole times it takes beside its own)."
+        self._fill(question, timeline)
+
+    def _fill(self, question: Question, timeline: Timeline) -> None:
+        graph, flows = self.graph, question.flows
+        terms, rows = 2 * flows, 2 * flows + len(question.shape.passes)
+        overhead_s = timeline.costs.overhead_s
+        columns = (graph.kind, graph.stage, graph.edge, graph.slice, graph.lane, graph.plain)
+        for task, (kind, stage, edge, slice_, lane, plain) in enumerate(
+            zip(*(c.tolist() for c in columns), strict=True)
+        ):
+            if kind in (SEND_F, SEND_B):
+                flow = question.flow_of[(*graph.table.edges[edge], "F" if kind == SEND_F else "B", slice_)]
+                self.transit_at[task], self.duration_at[task] = flow, flows + flow
+            elif kind in ACTIONS and (ACTIONS[kind], stage, slice_) in question.row_of:
+                self.duration_at[task] = rows + question.row_of[ACTIONS[kind], stage, slice_]
+                self.duration_s[task] = overhead_s
+            elif kind == STEP and ("STEP", lane, 0) in question.row_of:
+                self.duration_at[task] = rows + question.row_of["STEP", lane, 0]
+                self.duration_s[task] = 0.0
+            elif kind in (REDUCE, GATHER) and plain:
+                self._fill_collective(question, terms, task, "reduce" if kind == REDUCE else "gather", stage)
+        self.duration_s[self.graph.consumer >= 0] = 0.0
+        self.transit_s[self.transit_at >= 0] = 0.0
+
+    def _fill_collective(self, question: Question, terms: int, task: int, what: str, stage: int) -> None:
+        flows = question.tied.get(stage, ()) if what == "reduce" else ()
+        if flows:
+            self.tied.append((task, flows))
+        if (what, stage) in question.term_of:
+            self.duration_at[task] = terms + question.term_of[what, stage]
+        if flows or (what, stage) in question.term_of:
+            self.duration_s[task] = 0.0
+
+    def times(self, x: Ints) -> Times:
+        """When every task runs."""
+        seconds = np.append(x * TICK_S, 0.0)
+        duration_s, transit_s = self.duration_s + seconds[self.duration_at], self.transit_s + seconds[self.transit_at]
+        for task, flows in self.tied:
+            duration_s[task] += seconds[list(flows)].sum()
+        return run_sweep(self.graph, duration_s, transit_s)
+
+    def step_s(self, x: Ints) -> float:
+        """The simulated iteration."""
+        times = self.times(x)
+        return float(np.maximum(times.stop_s, times.arrival_s).max())
+
+    def cut(self, x: Ints) -> tuple[float, Ints, int]:
+        """(simulated iteration in seconds, weights [x] and constant in ticks of the critical path there)."""
+        times = self.times(x)
+        path = critical_tasks(self.graph, times)
+        tasks = np.array([task for task, _ in path], dtype=np.int64)
+        reached = np.array([moment for _, moment in path])
+        arrived: NDArray[np.bool_] = (self.graph.consumer[tasks] >= 0) & (reached == times.arrival_s[tasks])
+        at = np.where(arrived, self.transit_at[tasks], self.duration_at[tasks])
+        fixed_s = np.where(arrived, self.transit_s[tasks], self.duration_s[tasks])
+        weight = np.zeros(self.entries, dtype=np.int64)
+        np.add.at(weight, at[at >= 0], 1)
+        on_path = set(tasks.tolist())
+        for task, flows in self.tied:
+            if task in on_path:
+                weight[list(flows)] += 1
+        step_s = float(np.maximum(times.stop_s, times.arrival_s).max())
+        return step_s, weight, int(np.rint(fixed_s / TICK_S).sum())

@@ -1,0 +1,323 @@
+"""From a simulated candidate to the arrays that the placement search runs on: flows, rings, computing, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipefit.cost.collectives import all_reduce_s
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.network import Network
+from pipefit.cost.overlap import left_lines
+from pipefit.cost.roofline import LayerCosts
+from pipefit.cost.table import beside_backward, shard_rings, slice_places, stage_cost
+from pipefit.cost.types import Array
+from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.layout import Group
+from pipefit.plan.placement_links import TICK_S, Ints, Links, link_arrays, ticks
+from pipefit.simulate import Timeline
+
+FlowKey = tuple[int, int, str, str, int]
+"""(source stage, target stage, tensor, "F" or "B", slice)."""
+
+RowKey = tuple[str, int, int]
+"""("F", "I", "W" or "B", stage, slice), or ("STEP", lane, 0)."""
+
+Messages = tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What is to be placed: transfers, rings and computing, by slot. `_start` arrays are compressed rows."""
+
+    lanes: int
+    replicas: int
+    shards: int
+    slots: int
+    "Of the plan; idle ones follow."
+    flow_start: Ints
+    source: Ints
+    "[message]: slot."
+    target: Ints
+    size: Ints
+    "[message]: index into the sizes of Links."
+    flow_of: Ints
+    slot_start: Ints
+    slot_messages: Ints
+    term_start: Ints
+    "[lane + 1]: terms stand lane by lane."
+    passes: Ints
+    "[term]: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather."
+    latency_factor: Array
+    byte_factor: Array
+    bytes: Array
+    more: Ints
+    "[term]: ticks that do not depend on the placement."
+    share: Array
+    "[term]: part of the time that is free beside the last backward."
+    line_start: Ints
+    line_share: Array
+    line_beside: Array
+    "Lines: line_share x time - line_beside (in ticks) are left at least (`cost.overlap.left_lines`)."
+    row_start: Ints
+    "[lane + 1]."
+    row_time: Ints
+    "[row, kind]."
+    kind: Ints
+    "[device]."
+    allowed: Ints
+    "[lane + 1, kind]: whether devices of that kind may stand on the lane; the last row is for the idle ones."
+
+
+class Term(NamedTuple):
+    """A collective of a stage's replicas."""
+
+    lane: int
+    stage: int
+    operation: str
+    bytes: float
+    more_s: float
+    share: float
+    lines: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One candidate whose devices are to be chosen, as arrays, with where everything stands in x."""
+
+    links: Links
+    shape: Shape
+    devices: Ints
+    "[slot]: the devices as the candidate has them; idle ones behind the plan's."
+    flow_of: Mapping[FlowKey, int]
+    tied: Mapping[int, tuple[int, ...]]
+    "Stage -> flows of the parameters that it shares."
+    term_of: Mapping[tuple[str, int], int]
+    '("reduce" or "gather", stage) -> term.'
+    row_of: Mapping[RowKey, int]
+    exact: bool
+    "Whether x has all that depends on the placement: not where shard groups cross hosts, or kinds are mixed."
+
+    @property
+    def flows(self) -> int:
+        return len(self.shape.flow_start) - 1
+
+    @property
+    def entries(self) -> int:
+        """Length of x."""
+        return 2 * self.flows + len(self.shape.passes) + len(self.shape.row_time)
+
+
+def make_question(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> Question:
+    """The question of a candidate whose work, network, layer costs and timeline these are. One group a lane; all
+    groups have one number of replicas and of shards."""
+    lane_devices = _lane_devices(work)
+    group = work.stages[0].group
+    replicas, shards = group.axis("replica").size, group.axis("shard").size
+    used = [device for lane in lane_devices for device in lane]
+    devices = np.array([*used, *sorted({*range(network.devices)} - {*used})], dtype=np.int64)
+    slot_of = {device: slot for slot, device in enumerate(used)}
+    flow_of, tied, flows = _flows(work)
+    sizes = sorted({size for messages in flows for _, _, size in messages})
+    terms = _terms(work, network, layers, timeline)
+    kinds, kind_of = _kinds(network)
+    even = group.axis("replica").is_even and shards == 1
+    row_of, row_start, row_time = _rows(work, network, layers, timeline, kinds) if even else ({}, [0], [])
+    if not row_time:
+        row_start = [0] * (len(lane_devices) + 1)
+    shape = Shape(
+        lanes=len(lane_devices),
+        replicas=replicas,
+        shards=shards,
+        slots=len(used),
+        **_flow_arrays(flows, slot_of, sizes, len(used)),
+        **_term_arrays(terms, len(lane_devices), network),
+        row_start=np.array(row_start, dtype=np.int64),
+        row_time=np.array(row_time, dtype=np.int64).reshape(-1, len(kinds)),
+        kind=np.array(kind_of, dtype=np.int64),
+        allowed=_allowed(lane_devices, network, kinds, kind_of, timeline, free=even),
+    )
+    whole = all(len({network.host[device] for device in ring}) == 1 for s in work.stages for ring in shard_rings(s))
+    return Question(
+        links=link_arrays(network, sizes),
+        shape=shape,
+        devices=devices,
+        flow_of=flow_of,
+        tied=tied,
+        term_of={("gather" if t.operation == "all_gather" else "reduce", t.stage): i for i, t in enumerate(terms)},
+        row_of=row_of,
+        exact=whole and len(kinds) == 1,
+    )
+
+
+def _lane_devices(work: PipelineWork) -> list[tuple[int, ...]]:
+    lanes: list[tuple[int, ...]] = [()] * work.lanes
+    for stage in work.stages:
+        lanes[stage.lane] = stage.group.devices
+    return lanes
+
+
+def _flows(work: PipelineWork) -> tuple[dict[FlowKey, int], dict[int, tuple[int, ...]], list[Messages]]:
+    """(flow of every transfer, flows of the exchange of tied parameters by stage, messages of every flow). Equal sets
+    of messages are one flow."""
+    known: dict[Messages, int] = {}
+    flow_of: dict[FlowKey, int] = {}
+    tied: dict[int, tuple[int, ...]] = {}
+    for edge in work.edges:
+        for way, slices in (("F", edge.forward), ("B", edge.backward)):
+            for slice_, messages in enumerate(slices):
+                flow_of[edge.source, edge.target, edge.tensor, way, slice_] = known.setdefault(messages, len(known))
+    for exchange in work.tied:
+        flow = known.setdefault(exchange.messages, len(known))
+        for stage in exchange.stages:
+            tied[stage] = (*tied.get(stage, ()), flow)
+    return flow_of, tied, list(known)
+
+
+def _flow_arrays(
+    flows: Sequence[Messages], slot_of: Mapping[int, int], sizes: Sequence[float], slots: int
+) -> dict[str, Any]:
+    place = {size: index for index, size in enumerate(sizes)}
+    messages = [
+        (flow, slot_of[source], slot_of[target], place[size])
+        for flow, each in enumerate(flows)
+        for source, target, size in each
+        if size and source != target
+    ]
+    table = np.array(messages, dtype=np.int64).reshape(-1, 4)
+    touched = np.concatenate((table[:, 1], table[:, 2]))
+    numbers = np.concatenate((np.arange(len(table)), np.arange(len(table))))
+    order = np.argsort(touched, kind="stable")
+    return {
+        "flow_start": np.searchsorted(table[:, 0], np.arange(len(flows) + 1)).astype(np.int64),
+        "source": table[:, 1].copy(),
+        "target": table[:, 2].copy(),
+        "size": table[:, 3].copy(),
+        "flow_of": table[:, 0].copy(),
+        "slot_start": np.searchsorted(touched[order], np.arange(slots + 1)).astype(np.int64),
+        "slot_messages": numbers[order],
+    }
+
+
+def _terms(work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline) -> list[Term]:
+    """The collectives over replicas (`cost.table.reduce_s`, `gather_s`), lane by lane."""
+    found = []
+    parted = {action.stage for _, _, action in timeline.schedule if action.kind == "W"}
+    for index, stage in enumerate(work.stages):
+        if stage.group.axis("replica").size == 1:
+            continue
+        size = float(max(stage.parameters.trainable) * GRADIENT_BYTES[work.precision])
+        more_s = 0.0
+        if stage.group.axis("shard").size > 1:
+            whole = max(stage.parameters.whole) * GRADIENT_BYTES[work.precision]
+            more_s = all_reduce_s(network, shard_rings(stage), whole)
+        share, pieces = beside_backward(stage, work, network, layers)
+        lines = tuple(left_lines(pieces["W" if index in parted else "B"])) if share else ()
+        operation = "reduce_scatter" if stage.split_state else "all_reduce"
+        found.append(Term(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
+        if stage.split_state:
+            gathered = float(max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
+            found.append(Term(stage.lane, index, "all_gather", gathered, 0.0, 0.0, ()))
+    return sorted(found, key=lambda term: term.lane)
+
+
+def _term_arrays(terms: Sequence[Term], lanes: int, network: Network) -> dict[str, Any]:
+    factors = [network.collective_factors(term.operation) for term in terms]
+    lines = [line for term in terms for line in term.lines]
+    return {
+        "term_start": np.searchsorted([term.lane for term in terms], np.arange(lanes + 1)).astype(np.int64),
+        "passes": np.array([1 + (term.operation == "all_reduce") for term in terms], dtype=np.int64),
+        "latency_factor": np.array([latency for latency, _ in factors], dtype=np.float64),
+        "byte_factor": np.array([per_byte for _, per_byte in factors], dtype=np.float64),
+        "bytes": np.array([term.bytes for term in terms], dtype=np.float64),
+        "more": np.array([ticks(term.more_s) for term in terms], dtype=np.int64),
+        "share": np.array([term.share for term in terms], dtype=np.float64),
+        "line_start": np.cumsum([0, *(len(term.lines) for term in terms)]).astype(np.int64),
+        "line_share": np.array([share for share, _ in lines], dtype=np.float64),
+        "line_beside": np.array([beside_s / TICK_S for _, beside_s in lines], dtype=np.float64),
+    }
+
+
+def _kinds(network: Network) -> tuple[list[int], list[int]]:
+    """(a device of every kind, the kind of every device)."""
+    first: dict[str, int] = {}
+    index: dict[str, int] = {}
+    for device, kind in enumerate(network.kinds):
+        first.setdefault(kind.name, device)
+        index.setdefault(kind.name, len(index))
+    return list(first.values()), [index[kind.name] for kind in network.kinds]
+
+
+def _rows(
+    work: PipelineWork, network: Network, layers: LayerCosts, timeline: Timeline, kinds: Sequence[int]
+) -> tuple[dict[RowKey, int], list[int], list[list[int]]]:
+    """Times that depend on the kinds of a lane's devices: (row of each, first row of each lane, ticks by kind). None
+    where all devices are of one kind."""
+    if len(kinds) == 1:
+        return {}, [], []
+    row_of: dict[RowKey, int] = {}
+    times: list[list[int]] = []
+    starts = []
+    for lane in range(work.lanes):
+        starts.append(len(times))
+        for index, stage in enumerate(work.stages):
+            if stage.lane == lane:
+                _stage_rows(index, stage, work, network, layers, kinds, row_of, times)
+        slowest = min(
+            network.kinds[d].memory_bandwidth_bytes_per_s
+            for s in work.stages
+            if s.lane == lane
+            for d in s.group.devices
+        )
+        row_of["STEP", lane, 0] = len(times)
+        once_s = float(timeline.costs.step_s[lane])
+        times.append([ticks(once_s * slowest / network.kinds[d].memory_bandwidth_bytes_per_s) for d in kinds])
+    return row_of, [*starts, len(times)], times
+
+
+def _stage_rows(
+    index: int,
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    kinds: Sequence[int],
+    row_of: dict[RowKey, int],
+    times: list[list[int]],
+) -> None:
+    alike = [replace(stage, group=Group(axes=stage.group.axes, devices=(d,) * stage.group.size)) for d in kinds]
+    for slice_, (tokens, past) in enumerate(slice_places(stage.slices)):
+        each = [stage_cost(one, tokens, past, work, network, layers) for one in alike]
+        for action, seconds in (
+            ("F", [cost.forward_s for cost in each]),
+            ("I", [cost.input_s for cost in each]),
+            ("W", [cost.weight_s for cost in each]),
+            ("B", [cost.input_s + cost.weight_s for cost in each]),
+        ):
+            row_of[action, index, slice_] = len(times)
+            times.append([ticks(value) for value in seconds])
+
+
+def _allowed(
+    lane_devices: Sequence[Sequence[int]],
+    network: Network,
+    kinds: Sequence[int],
+    kind_of: Sequence[int],
+    timeline: Timeline,
+    free: bool,
+) -> Ints:
+    """[lane + 1, kind]: a kind may stand on a lane whose peak it holds; without `free`, only where it stands now."""
+    allowed = np.ones((len(lane_devices) + 1, len(kinds)), dtype=np.int64)
+    if len(kinds) == 1:
+        return allowed
+    for lane, devices in enumerate(lane_devices):
+        present = {kind_of[device] for device in devices}
+        for kind, device in enumerate(kinds):
+            holds = network.kinds[device].memory_bytes >= float(timeline.peak_bytes[lane])
+            allowed[lane, kind] = (kind in present or free) and holds
+    if not free and any(len({kind_of[device] for device in devices}) > 1 for devices in lane_devices):
+        allowed[:] = 0  # unequal shares go with unequal kinds: nothing may move
+    return allowed

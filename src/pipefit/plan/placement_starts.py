@@ -1,0 +1,169 @@
+"""Where the placement search starts: orders of the hosts, and ways to lay the devices of ordered hosts over a grid.
+
+Hosts are ordered by name (as the file has them), by a greedy chain of nearest neighbours, by average-linkage
+clustering, and by the second eigenvector of the graph of their links; racks are the clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.plan.placement_links import TICK_S, Ints, Links
+from pipefit.plan.placement_shape import Shape
+
+GAP = 1.3
+"""How much farther apart racks must be than the hosts within them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What may be permuted: blocks of slots at one or two levels (a shard group, a host), and racks of devices."""
+
+    levels: tuple[Ints, ...]
+    "Of every level [block, slot], in the order of the pipelines."
+    block_of: Ints
+    "[level, slot]."
+    racks: Ints
+    "[rack, device]: racks of equal size; they swap places."
+
+
+def host_distance(links: Links, size_bytes: float) -> Array:
+    """[H, H] seconds of a message of that size between two hosts, the mean of both ways."""
+    matrix = links.per_byte[0] * size_bytes + links.latency[0] * TICK_S
+    both: Array = (matrix + matrix.T) / 2
+    np.fill_diagonal(both, 0.0)
+    return both
+
+
+def chain_order(distance: Array) -> list[int]:
+    """A greedy chain: from the end of the shortest link always to the nearest host that is left."""
+    count = len(distance)
+    far = distance + np.where(np.eye(count, dtype=np.bool_), np.inf, 0.0)
+    at = int(np.argmin(far)) // count
+    order, left = [at], np.ones(count, dtype=np.bool_)
+    left[at] = False
+    for _ in range(count - 1):
+        at = int(np.where(left, far[at], np.inf).argmin())
+        order.append(at)
+        left[at] = False
+    return order
+
+
+def cluster_order(distance: Array) -> tuple[list[int], list[list[int]]]:
+    """(hosts in the order of the leaves of an average-linkage tree, racks). Racks: the clusters before the merge
+    whose distance grows most, by at least GAP, and none where it does not."""
+    from scipy.cluster.hierarchy import average, fcluster, leaves_list
+    from scipy.spatial.distance import squareform
+
+    count = len(distance)
+    if count < 3:
+        return list(range(count)), []
+    tree = average(squareform(distance, checks=False))
+    order = [int(leaf) for leaf in leaves_list(tree)]
+    heights = np.maximum(tree[:, 2], 1e-30)
+    ratio = heights[1:] / heights[:-1]
+    merge = int(ratio.argmax())
+    racks = count - 1 - merge
+    if ratio[merge] < GAP or not 2 <= racks <= count // 2:
+        return order, []
+    names = fcluster(tree, racks, criterion="maxclust")
+    return order, [[host for host in order if names[host] == name] for name in sorted(set(names.tolist()))]
+
+
+def spectral_order(distance: Array) -> list[int]:
+    """Hosts by the second eigenvector of the Laplacian of the graph whose weights are 1 / distance (Fiedler 1973)."""
+    weight = 1.0 / np.where(distance > 0, distance, np.inf)
+    laplacian = np.diag(weight.sum(axis=1)) - weight
+    _, vectors = np.linalg.eigh(laplacian)
+    vector = vectors[:, 1] * np.sign(vectors[np.abs(vectors[:, 1]).argmax(), 1])
+    return [int(host) for host in np.argsort(vector, kind="stable")]
+
+
+def in_host_order(order: Sequence[int], links: Links) -> Ints:
+    """All devices, host by host in that order."""
+    by_host = np.argsort(links.host, kind="stable")
+    start = np.searchsorted(links.host[by_host], np.arange(len(links.inside_latency) + 1))
+    return np.concatenate([by_host[start[host] : start[host + 1]] for host in order])
+
+
+def tiles(shape: Shape, per_host: int) -> Iterator[tuple[int, int]]:
+    """(replicas, lanes) of the blocks of the grid that a host's devices can hold: from all replicas to all lanes."""
+    units = max(1, per_host // shape.shards)
+    for replicas in range(min(units, shape.replicas), 0, -1):
+        lanes = units // replicas
+        if units % replicas == 0 and shape.replicas % replicas == 0 and shape.lanes % lanes == 0:
+            yield replicas, lanes
+
+
+def tiled(devices: Ints, shape: Shape, tile: tuple[int, int], lanes_first: bool) -> Ints:
+    """Devices of ordered hosts over the grid, tile by tile: `lanes_first` fills all lanes of some replicas before it
+    goes on to the next. What is left over is idle. Returns [slot]."""
+    replicas, lanes = tile
+    grid = np.arange(shape.slots).reshape(
+        shape.lanes // lanes, lanes, shape.replicas // replicas, replicas, shape.shards
+    )
+    axes = (2, 0, 1, 3, 4) if lanes_first else (0, 2, 1, 3, 4)
+    slots = grid.transpose(axes).reshape(-1)
+    placed = np.array(devices, dtype=np.int64)
+    placed[slots] = devices[: shape.slots]
+    return placed
+
+
+def block_moves(device: Ints, shape: Shape, links: Links, racks: Sequence[Sequence[int]]) -> Moves:
+    """The moves for a search that starts at this placement: blocks are the shard groups, and the slots that hold the
+    devices of each host now, where all hosts have equally many."""
+    levels = [_units(device, shape, links)]
+    hosts = _host_blocks(device, links)
+    if hosts is not None and len(hosts) > 1 and len(hosts[0]) > len(levels[0][0]) and len(device) % shape.shards == 0:
+        levels.append(hosts)
+    block_of = np.zeros((len(levels), len(device)), dtype=np.int64)
+    for level, blocks in enumerate(levels):
+        levels[level] = blocks[_pipeline_order(blocks, shape)]
+        for number, slots in enumerate(levels[level]):
+            block_of[level, slots] = number
+    return Moves(levels=tuple(levels), block_of=block_of, racks=_racks(racks, links))
+
+
+def _units(device: Ints, shape: Shape, links: Links) -> Ints:
+    """[block, slot]: the shard groups, and as many idle devices of one host together."""
+    plan = np.arange(shape.slots).reshape(-1, shape.shards)
+    idle = np.arange(shape.slots, len(device))
+    if shape.shards == 1:
+        return np.concatenate((plan, idle.reshape(-1, 1)))
+    hosts = links.host[device[idle]]
+    groups = []
+    for host in sorted(set(hosts.tolist())):
+        own = idle[hosts == host]
+        groups.append(own[: len(own) // shape.shards * shape.shards].reshape(-1, shape.shards))
+    return np.concatenate((plan, *groups))
+
+
+def _host_blocks(device: Ints, links: Links) -> Ints | None:
+    """[host, slot]: the slots of each host's devices; None where hosts differ in size."""
+    counts = np.bincount(links.host)
+    if counts.min() != counts.max():
+        return None
+    return np.argsort(links.host[device], kind="stable").reshape(len(counts), -1)
+
+
+def _pipeline_order(blocks: Ints, shape: Shape) -> Ints:
+    """Blocks by replica, then by lane, of their first slot; idle ones last."""
+    first = blocks.min(axis=1)
+    width = shape.replicas * shape.shards
+    replica = np.where(first < shape.slots, first % width // shape.shards, shape.replicas)
+    return np.lexsort((first, replica))
+
+
+def _racks(racks: Sequence[Sequence[int]], links: Links) -> Ints:
+    """[rack, device] of the racks of the most frequent size, where all hosts are of one size."""
+    devices = [np.flatnonzero(np.isin(links.host, list(rack))) for rack in racks]
+    sizes = [len(each) for each in devices]
+    common = max(set(sizes), key=lambda size: (sizes.count(size), size), default=0)
+    equal = [each for each in devices if len(each) == common]
+    if len(equal) < 2 or len(set(np.bincount(links.host).tolist())) > 1:
+        return np.zeros((0, 0), dtype=np.int64)
+    return np.stack(equal)
