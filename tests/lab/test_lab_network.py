@@ -1,0 +1,137 @@
+"""What is typed into ip and tc, as text; and that real streams then share what the file says they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lab_toys import lab_path, needs_lab, toy_cluster, toy_lab
+
+from pipefit.lab import check, lifecycle, network
+from pipefit.lab.lifecycle import Lab
+from pipefit.lab.spec import LabFile, Port, Uplink
+from pipefit.lab.streams import Streams, streams
+
+FOUR = toy_cluster(4, 1, rate=lambda a, b: 4e6 + 1e6 * a + 5e5 * b)
+RACKS = (
+    Uplink(name="left", hosts=("n0", "n1"), up_bytes_per_s=3e6, down_bytes_per_s=6e6),
+    Uplink(name="right", hosts=("n2",), up_bytes_per_s=8e6, down_bytes_per_s=4e6),
+)
+
+
+def test_ports_are_as_fast_as_their_fastest_link_unless_the_file_says_otherwise() -> None:
+    rates = network.rates_of(toy_lab(FOUR, size_scale=2.0, ports={"n1": Port(receive_bytes_per_s=2e6)}))
+    assert rates.pair[0] == (0.0, 1e6, 2.5e6, 2.75e6), "halved, and no faster than the receiving port"
+    assert rates.send == (2.75e6, 3.25e6, 3.75e6, 4e6)
+    assert rates.receive == (3.5e6, 1e6, 4e6, 3.75e6)
+
+
+def test_ports_that_are_not_shared_carry_all_links_at_once() -> None:
+    cluster = replace(FOUR, rails=(replace(FOUR.rails[0], shared_ports=False),))
+    assert network.rates_of(toy_lab(cluster)).send[0] == 4.5e6 + 5e6 + 5.5e6
+
+
+def test_classes_raise_rates_by_headers_and_guarantee_an_even_part_of_the_port() -> None:
+    lab = toy_lab(FOUR, packet_bytes=1500)
+    lines = network.host_shaping(lab, 0)
+    assert lines[0] == "qdisc add dev eth0 root handle 1: htb"
+    classes = {
+        place: (int(rate), int(ceiling))
+        for line in lines
+        for place, rate, ceiling in re.findall(r"classid (\S+) htb rate (\d+)bit .* ceil (\d+)bit", line)
+    }
+    raised = 1514 / 1448 * 8
+    assert classes["1:1"] == (round(5.5e6 * raised), round(5.5e6 * raised))
+    assert [classes[f"1:1{i}"][1] for i in range(3)] == [round(rate * raised) for rate in (4.5e6, 5e6, 5.5e6)]
+    assert sum(classes[f"1:1{i}"][0] for i in range(3)) <= classes["1:1"][0] + 3
+    assert [line for line in lines if "10.77.2.0/24" in line] == [
+        "filter add dev eth0 parent 1: protocol ip prio 1 u32 match ip dst 10.77.2.0/24 flowid 1:11"
+    ]
+
+
+def test_devices_of_a_host_are_told_apart_on_the_loopback_interface() -> None:
+    lines = network.host_shaping(toy_lab(toy_cluster(2, 3)), 1)
+    assert [line.split("match ip ")[1] for line in lines if "dev lo" in line and "match" in line] == [
+        f"dst 10.77.1.{device}/32 flowid 1:{0x0F + device:x}" for device in (1, 2, 3)
+    ]
+
+
+def test_what_is_not_made_is_said() -> None:
+    cluster = replace(toy_cluster(), rails=(replace(toy_cluster().rails[0], latency_s=((0, 0.02), (0.01, 0))),))
+    fast = replace(cluster.links["inside"], bandwidth_bytes_per_s=1e11)
+    lab = toy_lab(replace(cluster, links={"inside": fast}))
+    notes = network.not_made(lab.cluster, network.rates_of(lab))
+    assert notes[0].startswith("latencies of up to 20 ms")
+    assert notes[1:] == [f"links inside {name}: as fast as the loopback interface" for name in ("n0", "n1")]
+    assert network.not_made(toy_cluster(), network.rates_of(toy_lab())) == []
+
+
+def test_rounds_hold_every_pair_once_and_no_port_or_uplink_twice() -> None:
+    lab = toy_lab(FOUR, uplinks=RACKS)
+    plan = check.rounds(lab)
+    assert sorted(pair for pairs in plan for pair in pairs) == [(a, b) for a in range(4) for b in range(4) if a != b]
+    for pairs in plan:
+        assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
+        assert sum(a in (0, 1) and b in (2, 3) for a, b in pairs) <= 1, "one at a time through the left rack's uplink"
+    assert len(check.rounds(toy_lab(FOUR))) == 3
+
+
+def test_a_pair_across_racks_achieves_what_its_uplinks_carry() -> None:
+    wanted = check.requested(toy_lab(FOUR, uplinks=RACKS))
+    assert (wanted[0, 1], wanted[0, 2], wanted[0, 3]) == (4.5e6, 3e6, 3e6)
+    assert (wanted[3, 2], wanted[3, 0], wanted[2, 3]) == (4e6, 6e6, 7.5e6)
+
+
+@contextmanager
+def hosts_of(folder: Path, lab: LabFile) -> Iterator[Streams]:
+    made = Lab.open(lab_path(folder, lab))
+    with lifecycle.use(made), streams(made) as hosts:
+        yield hosts
+
+
+@needs_lab
+def test_streams_share_ports_of_senders_and_receivers(tmp_path: Path) -> None:
+    """Each pair alone has 4 MB/s; host 0 sends 6 in all, and host 3 receives 3."""
+    ports = {"n0": Port(send_bytes_per_s=6e6), "n3": Port(receive_bytes_per_s=3e6)}
+    lab = toy_lab(toy_cluster(4, 1, rate=lambda a, b: 4e6), ports=ports)
+    with hosts_of(tmp_path, lab) as hosts:
+        alone = hosts.measure([(0, 1)], 1.0)
+        fan_out = hosts.measure([(0, 1), (0, 2)], 1.5)
+        fan_in = hosts.measure([(1, 3), (2, 3)], 1.5)
+    assert alone[0, 1] == pytest.approx(4e6, rel=0.1)
+    assert [rate / 3e6 for rate in fan_out.values()] == pytest.approx([1, 1], rel=0.15)
+    assert [rate / 1.5e6 for rate in fan_in.values()] == pytest.approx([1, 1], rel=0.15)
+
+
+@needs_lab
+def test_streams_share_the_uplink_of_a_rack(tmp_path: Path) -> None:
+    """Two hosts of the left rack send 4 MB/s each to the right one: its way up carries 3; within the rack, 4."""
+    up = Uplink(name="left", hosts=("n0", "n1"), up_bytes_per_s=3e6, down_bytes_per_s=1e7)
+    lab = toy_lab(toy_cluster(4, 1, rate=lambda a, b: 4e6), uplinks=(up,))
+    with hosts_of(tmp_path, lab) as hosts:
+        across = hosts.measure([(0, 2), (1, 3)], 1.5)
+        within = hosts.measure([(0, 1), (2, 3)], 1.0)
+        back = hosts.measure([(2, 0), (3, 1)], 1.0)
+    assert [rate / 1.5e6 for rate in across.values()] == pytest.approx([1, 1], rel=0.15)
+    assert [rate / 4e6 for rate in (*within.values(), *back.values())] == pytest.approx([1] * 4, rel=0.15)
+
+
+@needs_lab
+def test_an_asymmetric_lab_passes_its_own_check(tmp_path: Path) -> None:
+    lab = toy_lab(toy_cluster(3, 1, rate=lambda a, b: 3e6 + 2e6 * a + 1e6 * b))
+    made = Lab.open(lab_path(tmp_path, lab))
+    with lifecycle.use(made):
+        result = check.calibrate(made)
+    assert [(pair.source, pair.target) for pair in result.pairs] == [
+        (a, b) for a in range(3) for b in range(3) if a != b
+    ]
+    assert max(abs(pair.error) for pair in result.pairs) <= check.LINKS_WITHIN
+    assert [each.device for each in result.devices] == [0, 1, 2]
+    assert all(abs(each.error) < 0.1 and each.emulated_s > 1 for each in result.devices)
+    text = "\n".join(check.as_lines(made, result))
+    assert "links: good" in text and "largest" in text
+    assert check.as_data(made, result)["links"]["max_error"] <= check.LINKS_WITHIN

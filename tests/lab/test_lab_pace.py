@@ -1,0 +1,228 @@
+"""The hidden tables, and stages that keep to them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lab_toys import lab_path, toy_lab
+
+from pipefit.lab import pace
+from pipefit.lab.tables import DeviceTable, LayerFacts
+from pipefit.model.registry import open_model
+from pipefit.profile.device import introduce, rates
+from pipefit.profile.layers import LayerBench, Samples, Subject, typical
+from pipefit.profile.points import Point
+
+TABLE = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e10, jitter=0.0, boost=0.0)
+
+
+def facts(tokens: int, attention: float = 0.0, context: int = 1) -> dict[str, LayerFacts]:
+    one = LayerFacts(
+        dense_flops=1e5 * tokens, attention_flops=attention, traffic_bytes=1e3 * tokens, tokens=tokens, context=context
+    )
+    return dict.fromkeys("FIW", one)
+
+
+def test_the_rate_saturates_and_time_grows_with_tokens() -> None:
+    times = [TABLE.layer_time_s("F", facts(tokens)) - TABLE.layer_s for tokens in (8, 32, 128, 1024, 8192)]
+    rates = [1e5 * tokens / time_s for tokens, time_s in zip((8, 32, 128, 1024, 8192), times, strict=True)]
+    assert sorted(times) == times and sorted(rates) == rates
+    assert rates[1] == pytest.approx(0.5e9, rel=0.01), "half of the rate at the knee"
+    assert rates[-1] == pytest.approx(1e9, rel=0.02)
+    assert TABLE.layer_time_s("F", facts(0)) == 0
+
+
+def test_kinds_differ_and_a_fused_backward_is_less_than_its_parts() -> None:
+    forward, inner, weight, fused = (TABLE.layer_time_s(kind, facts(100)) for kind in "FIWB")
+    assert len({forward, inner, weight}) == 3
+    assert fused == pytest.approx(0.97 * (inner + weight))
+
+
+def test_attention_fades_with_its_context() -> None:
+    near, far = (TABLE.layer_time_s("F", facts(64, 1e7, context)) for context in (1, 4096))
+    base = TABLE.layer_time_s("F", facts(64))
+    assert (far - base) / (near - base) == pytest.approx(4096**0.05)
+
+
+def test_jitter_is_seeded_lognormal_with_mean_one() -> None:
+    table = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e9, jitter=0.02)
+    drawn = [table.noise(1, 0, turn) for turn in range(4000)]
+    assert drawn == [table.noise(1, 0, turn) for turn in range(4000)]
+    assert drawn[:5] != [table.noise(2, 0, turn) for turn in range(5)]
+    assert statistics.fmean(drawn) == pytest.approx(1.0, abs=0.002)
+    assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_first_actions_of_a_step_are_faster() -> None:
+    table = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e9, boost=0.1, boost_actions=4)
+    drift = [table.drift(turn) for turn in range(30)]
+    assert drift[0] == pytest.approx(0.9) and sorted(drift) == drift and drift[-1] == pytest.approx(1, abs=1e-3)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path, table: DeviceTable = TABLE, **fields: Any) -> pace.Device:
+    """Make this process a device of a lab."""
+    path = lab_path(folder, toy_lab(devices={"slow": table}, **fields))
+    for name, value in (("PIPEFIT_LAB", str(path)), ("PIPEFIT_DEVICE_KIND", "slow"), ("PIPEFIT_LAB_DEVICE", "3")):
+        monkeypatch.setenv(name, value)
+    device = pace.device()
+    assert device is not None and device is pace.device()
+    return device
+
+
+class Program:
+    """A stage of three layers whose real work takes no time; it announces its layers' gradients, last first."""
+
+    recompute, shard = "none", None
+
+    def __init__(self, work: Callable[[], None] = lambda: None) -> None:
+        graph = tiny_block()
+        self.layers = [SimpleNamespace(graph=graph) for _ in range(3)]
+        self.on_layer_gradients: Callable[[int], None] | None = None
+        self.work = work
+
+    def begin_step(self, step: int, divisor: int) -> None:
+        pass
+
+    def forward(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> str:
+        self.work()
+        return "outputs"
+
+    def backward(self, microbatch: int, slice_: int, gradients: Any) -> str:
+        self.work()
+        for place in (2, 1, 0):
+            if self.on_layer_gradients is not None:
+                self.on_layer_gradients(place)
+        return "gradients"
+
+
+@cache
+def tiny_block() -> Any:
+    model = open_model("tiny")
+    return model.layer_graph(model.layers[1])
+
+
+FEED = SimpleNamespace(positions=torch.zeros(2, 16), tokens=None, labels=None)
+SIZES = {"B": 2, "T": 16, "P": 0, "S": 16}
+
+
+def expected_s(kind: str, layers: int = 3) -> float:
+    return TABLE.action_s + layers * pace.stage_layer_s(TABLE, tiny_block(), kind, SIZES)
+
+
+def test_nothing_is_paced_outside_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = Program()
+    monkeypatch.delenv("PIPEFIT_LAB", raising=False)
+    assert pace.paced(program) is program and pace.step_pacer(1) is None
+    assert pace.exchanged(lambda: 5) == 5
+    emulate(monkeypatch, tmp_path)
+    monkeypatch.setenv("PIPEFIT_DEVICE_KIND", "another")
+    assert pace.paced(program) is program, "a kind without a table"
+
+
+def test_actions_take_the_time_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = emulate(monkeypatch, tmp_path)
+    stage = pace.paced(Program())
+    for step in range(2):
+        stage.begin_step(step, 1)
+        for microbatch in range(4):
+            begin = time.perf_counter()
+            assert stage.forward(microbatch, 0, {}, FEED) == "outputs"
+            middle = time.perf_counter()
+            assert stage.backward(microbatch, 0, {}) == "gradients"
+            assert middle - begin > 0.9 * expected_s("F") and time.perf_counter() - middle > 0.9 * expected_s("B")
+    counts = device.counts
+    assert (counts.warm, counts.actions, counts.late) == (8, 8, 0)
+    assert counts.emulated_s == pytest.approx(4 * (expected_s("F") + expected_s("B")))
+    assert counts.taken_s == pytest.approx(counts.emulated_s, rel=0.1)
+
+
+def test_gradients_of_layers_are_ready_when_the_device_would_have_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    emulate(monkeypatch, tmp_path)
+    stage = pace.paced(Program())
+    seen: list[tuple[int, float]] = []
+    stage.begin_step(0, 1)
+    stage.forward(0, 0, {}, FEED)
+    begin = time.perf_counter()
+    stage.on_layer_gradients = lambda place: seen.append((place, time.perf_counter() - begin))
+    stage.backward(0, 0, {})
+    stage.on_layer_gradients = None
+    assert [place for place, _ in seen] == [2, 1, 0]
+    for done, (_, at) in enumerate(seen, 1):
+        # An action that follows at once begins up to a wake-up's delay earlier on the emulated device.
+        assert 0.9 * expected_s("B", done) <= at <= expected_s("B", done) + 0.05
+
+
+def test_real_work_that_takes_longer_is_counted_and_invalid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = emulate(monkeypatch, tmp_path, seed=1)
+    stage = pace.paced(Program(lambda: time.sleep(expected_s("F") + 0.02)))
+    for step in range(2):
+        stage.begin_step(step, 1)
+        stage.forward(0, 0, {}, FEED)
+    assert (device.counts.warm, device.counts.actions, device.counts.late) == (1, 1, 1)
+    assert device.counts.worst_s >= 0.02
+    valid, words = pace.judge(
+        [vars_of(device), {"actions": 98, "late": 0, "taken_s": 1, "emulated_s": 1, "worst_s": 0}]
+    )
+    assert not valid and "99 paced actions, 1 (1.01%) with more real work than the emulated device takes" in words
+    assert pace.judge([vars_of(device), {"actions": 99, "late": 0, "taken_s": 1, "emulated_s": 1, "worst_s": 0}])[0]
+    assert pace.judge([]) == (True, "no paced action")
+
+
+def vars_of(device: pace.Device) -> dict[str, Any]:
+    return {name: getattr(device.counts, name) for name in ("actions", "late", "taken_s", "emulated_s", "worst_s")}
+
+
+def test_collectives_inside_a_stage_come_on_top(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = emulate(monkeypatch, tmp_path, seed=2)
+    stage = pace.paced(Program(lambda: pace.exchanged(lambda: time.sleep(0.05))))
+    begin = time.perf_counter()
+    for step in range(2):
+        stage.begin_step(step, 1)
+        stage.forward(0, 0, {}, FEED)
+    assert time.perf_counter() - begin >= 0.99 * 2 * (expected_s("F") + 0.05)
+    assert device.counts.late == 0
+
+
+def test_the_optimizer_step_takes_the_time_of_the_devices_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    emulate(monkeypatch, tmp_path, seed=3)
+    pacer = pace.step_pacer(int(0.06 * TABLE.memory_bytes_per_s / pace.OPTIMIZER_BYTES))
+    assert pacer is not None
+    begin = time.perf_counter()
+    pacer(SimpleNamespace(kind="F"), 0.01)
+    assert time.perf_counter() - begin < 0.03
+    pacer(SimpleNamespace(kind="STEP"), 0.02)
+    assert 0.039 <= time.perf_counter() - begin < 0.1
+
+
+def test_a_profile_sees_the_emulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = emulate(monkeypatch, tmp_path, seed=4, size_scale=4.0)
+    graph = tiny_block()
+    bench = LayerBench(Subject(graph, "block", "float32"), torch.device("cpu"))
+    samples = Samples(0, Point(2, 16), [bench.visit(Point(2, 16), 0.0) for _ in range(5)])
+    seconds, _ = typical(samples.visits)
+    for kind in "FIWB":
+        wanted = TABLE.action_s + pace.stage_layer_s(TABLE, graph, kind, SIZES)
+        assert 0.98 * wanted < seconds[kind] < 1.5 * wanted, kind  # the real block takes a millisecond
+    assert device.counts.actions + device.counts.warm == 25
+    member = introduce(0, 0, 4, torch.device("cpu"))
+    assert (member.total_bytes, member.process_bytes, member.cores, member.kind) == ((1 << 30) // 4, 0, 4, "slow")
+    assert rates(torch.device("cpu")).flops_per_s["float32"] == pytest.approx(1e9, rel=0.02)
+
+
+def test_counts_are_left_for_whoever_started_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "3.json").write_text(json.dumps({"actions": 4}))
+    assert pace.read_counts(tmp_path) == {3: {"actions": 4}}
