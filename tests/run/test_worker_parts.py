@@ -20,9 +20,9 @@ from pipefit.run.initial import initial_value
 from pipefit.run.metrics import Log, Peak, find_peak, format_step, memory_of, step_metrics
 from pipefit.run.norm import clip_factor, counts, sum_of_squares
 from pipefit.run.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
-from pipefit.run.rings import assign_slots, last_uses, posted_early, ring_sizes
 from pipefit.run.transfers import incoming, outgoing
 from pipefit.schedule.actions import parse_lanes
+from pipefit.schedule.messages import post_ahead, windows
 
 
 def grid(replicas: tuple[int, ...], shards: tuple[int, ...], first: int = 0) -> Group:
@@ -92,57 +92,20 @@ def test_a_split_tensor_cannot_leave_whole():
     assert "cannot leave as I" in error.value.text() and "axis 'shard'" in error.value.text()
 
 
-def test_rings_hold_what_is_in_flight_and_nothing_is_reused_early():
-    (lane,) = parse_lanes(["1RECV_F0 1F0 1RECV_F1 1F1 1B0 1RECV_F2 1F2 1RECV_F3 1B1 1F3 1B2 1B3"])
-    assert ring_sizes(lane) == {("RECV_F", 1, 0, "", 0): 3}
-    _check_rings(lane)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 10), st.data())
-def test_rings_of_any_order_are_as_small_as_can_be(ahead, microbatches, data):
-    """Random interleavings of F, I, W: no two live messages share a buffer, and the ring is the greatest overlap."""
-    words, open_i, open_w, sent = [], [], [], 0
-    while sent < microbatches or open_i or open_w:
-        choices = (["F"] if sent < microbatches and len(open_i) + len(open_w) < ahead else []) + (
-            ["I"] if open_i else []
-        )
-        choice = data.draw(st.sampled_from(choices + (["W"] if open_w else [])))
-        if choice == "F":
-            words += [f"1RECV_F{sent}", f"1F{sent}"]
-            open_i.append(sent)
-            sent += 1
-        elif choice == "I":
-            words.append(f"1I{open_i[0]}")
-            open_w.append(open_i.pop(0))
-        else:
-            words.append(f"1W{open_w.pop(0)}")
-    (lane,) = parse_lanes([" ".join(words)])
-    _check_rings(lane)
-
-
-def _check_rings(lane):
-    last = last_uses(lane)
-    for early in ({}, posted_early(lane)):
-        assert all(lane[host].kind in "FIB" and host < index for index, host in early.items())
-        slots = assign_slots(lane, early)
-        life = [
-            (early.get(index, index - 0.5), last[lane[index].stage, lane[index].microbatch, lane[index].slice], slot)
-            for index, slot in slots.items()
-        ]
-        for start, stop, slot in life:
-            assert not [
-                1 for a, b, other in life if other == slot and (a, b) != (start, stop) and a <= stop and start <= b
-            ]
-        overlap = max(sum(a <= at <= b for a, b, _ in life) for at, _, _ in life)
-        assert max(slots.values()) + 1 == overlap
-        if not early:
-            assert max(ring_sizes(lane).values()) == overlap
+def test_a_window_is_what_the_receiver_has_open():
+    lanes = ["0F0 0RECV_B0 0B0", "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2 1RECV_F3 1F3 1I0 1W0"]
+    first, second = parse_lanes(lanes)
+    assert windows(second) == {("RECV_F", 1, 0, ""): 2}
+    assert windows(first) == {("RECV_B", 0, 1, ""): 1}
 
 
 def test_receives_are_posted_one_message_ahead():
+    """Before the use of the message ahead of it from the same lane, whatever either of them carries."""
     (lane,) = parse_lanes(["1RECV_F0 1F0 1SEND_F0 1F9 1RECV_F1 1RECV_B0 1F1 1B0 1F8 1RECV_B1 1B1"])
-    assert posted_early(lane) == {4: 1, 9: 7}, "before the use of the message before it, in its own channel"
+    text = " ".join(map(str, post_ahead(lane, (0, 1, 2))))
+    assert text == "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F9 1RECV_B0 1F1 1RECV_B1 1B0 1F8 1B1"
+    text = " ".join(map(str, post_ahead(lane, (0, 1, 0))))
+    assert text == "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F9 1RECV_B0 1F1 1RECV_B1 1B0 1F8 1B1"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -89,6 +89,8 @@ def random_costs(rng: random.Random, schedule: Schedule, edges: tuple[Edge, ...]
                 backward_port_s=ports[1],
                 forward_bytes=array(*shape[1:], high=5),
                 backward_bytes=array(*shape[1:], high=5),
+                forward_sent_bytes=array(*shape[1:], high=4),
+                backward_sent_bytes=array(*shape[1:], high=4),
             )
         )
     lanes = len(schedule.lanes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from random_schedules import cases
@@ -19,7 +21,7 @@ from pipefit.simulate import simulate
 def test_any_lowered_schedule_is_valid_and_cannot_hang(case) -> None:
     schedule, edges, costs = case
     check(schedule, edges)
-    for times in (costs, None):
+    for times in (costs, replace(costs, receives_ahead=True), None):
         lowered = lower(schedule, edges, times)
         check(lowered, edges)
         assert find_deadlock(lowered) is None
@@ -31,9 +33,11 @@ def test_any_lowered_schedule_is_valid_and_cannot_hang(case) -> None:
 @given(cases())
 def test_both_ends_of_a_channel_have_one_order(case) -> None:
     schedule, edges, costs = case
-    lanes = lower(schedule, edges, costs).lanes
-    for sends, receives in channels(lower(schedule, edges, costs)).values():
-        assert [message(lanes[a][b]) for a, b in sends] == [message(lanes[a][b]) for a, b in receives]
+    for ahead in (False, True):
+        lowered = lower(schedule, edges, replace(costs, receives_ahead=ahead))
+        lanes = lowered.lanes
+        for sends, receives in channels(lowered).values():
+            assert [message(lanes[a][b]) for a, b in sends] == [message(lanes[a][b]) for a, b in receives]
 
 
 @settings(max_examples=200, deadline=None)
@@ -50,6 +54,31 @@ def test_receives_are_posted_in_time(case) -> None:
                 assert posted <= sent
                 running = next((s for s in range(step, len(actions)) if actions[s].kind in COMPUTE), None)
                 assert running is not None and timeline.stops_s[lane][running] >= sent
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_receives_are_posted_before_the_message_ahead_is_used(case) -> None:
+    """Of every lane that sends here, if asked for; nothing else changes, and nothing takes longer."""
+    schedule, edges, costs = case
+    plain, ahead = (lower(schedule, edges, replace(costs, receives_ahead=flag)) for flag in (False, True))
+    for one, other in zip(plain.lanes, ahead.lanes, strict=True):
+        same = [[a for a in lane if not a.kind.startswith("RE")] for lane in (one, other)]  # REDUCE follows SENDs
+        assert same[0] == same[1]
+        user = {("F" if a.kind == "F" else "B", *a[1:4]): i for i, a in enumerate(other) if a.kind in ("F", "I", "B")}
+        uses: dict[int, int] = {}
+        for index, action in enumerate(other):
+            if action.kind.startswith("RECV"):
+                sender, use = schedule.placement[action.peer], user[action.kind[-1], *action[1:4]]
+                assert index < uses.get(sender, index + 1) or uses[sender] == use
+                assert _work_before(other, action) <= _work_before(one, action)
+                uses[sender] = use
+    assert simulate(ahead, costs).makespan_s <= simulate(plain, costs).makespan_s
+
+
+def _work_before(actions, receive) -> int:
+    """How much a lane does before it posts a receive."""
+    return sum(not action.kind.startswith("RECV") for action in actions[: actions.index(receive)])
 
 
 def _sent(timeline, receive) -> float:

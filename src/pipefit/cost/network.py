@@ -63,6 +63,11 @@ class Network:
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
         self._factors: dict[str, tuple[float, float]] = {}
 
+    @property
+    def over_gloo(self) -> bool:
+        """Whether the devices are processors, whose processes talk over gloo."""
+        return all(kind.name.split("-")[0] == "cpu" for kind in self.kinds)
+
     def link(self, source: int, target: int) -> Link:
         """The way from one device to another."""
         if source == target:

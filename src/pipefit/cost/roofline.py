@@ -16,7 +16,8 @@ from pipefit.cluster.types import DeviceKind
 from pipefit.cost.memory import COMPUTE_BYTES, Precision
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, saved_bytes
-from pipefit.model.ops.saved import effective_recompute, element_bytes, kept
+from pipefit.model.ops.passing import Passing, passing_bytes
+from pipefit.model.ops.saved import kept
 from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
 
 Recompute = Literal["none", "selective", "full"]
@@ -54,10 +55,8 @@ class LayerCost:
     "Alive from F to its B or I."
     pending_bytes: float
     "Alive from I to its W."
-    forward_peak_bytes: float
-    "Passing memory while F runs."
-    backward_peak_bytes: float
-    "Passing memory while I or B runs: gradients in flight, and what was recomputed."
+    passing: Passing | None = None
+    "The worst moments of its actions; None: what only passes is not counted."
 
 
 class LayerCosts(Protocol):
@@ -84,7 +83,7 @@ class Roofline:
 
     notes: tuple[str, ...] = (
         "layer times: roofline of the device's data-sheet peak x efficiency and memory bandwidth, no operator fusion",
-        "passing memory: two of a layer's largest tensors, and what recomputation brings back",
+        "passing memory: every operator's inputs, outputs and workspace, as the runtime lets go of them",
     )
 
     def __init__(self) -> None:
@@ -120,29 +119,18 @@ def _layer(
     symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:
-        return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
     times = [_operator(graph, operator, symbols, kind, precision, collective) for operator in graph.operators]
     forward_s, input_s, weight_s = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
     again_s = sum(times[index][0] for index in kept(graph, recompute, width).again)
     saved = saved_bytes(graph, symbols, width, recompute)
-    brought_back = saved_bytes(graph, symbols, width, "none").after_forward - saved.after_forward
-    largest = max(
-        (
-            element_count(tensor.shape, symbols) * element_bytes(tensor.dtype, width)
-            for tensor in (*graph.tensors, *graph.inputs)
-            if tensor.role == "activation"
-        ),
-        default=0,
-    )
     return LayerCost(
         forward_s=forward_s,
         input_s=input_s + again_s,
         weight_s=weight_s,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
-        forward_peak_bytes=2.0 * largest,
-        backward_peak_bytes=2.0 * largest
-        + (max(0, brought_back) if effective_recompute(graph, recompute) != "none" else 0),
+        passing=passing_bytes(graph, symbols, width, recompute),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -19,6 +19,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimi
 from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
+from pipefit.cost.stage_memory import stage_memory
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import AxisName, Group, split
@@ -44,8 +45,9 @@ class StageCost:
     weight_s: float
     saved_bytes: float
     pending_bytes: float
-    forward_peak_bytes: float
-    backward_peak_bytes: float
+    forward_passing_bytes: float
+    input_passing_bytes: float
+    fused_passing_bytes: float
 
 
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
@@ -69,6 +71,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
+        receives_ahead=network.over_gloo,
         notes=(*_provenance(network), *layers.notes, *NOTES),
     )
 
@@ -227,19 +230,20 @@ def _trainable(graph: Graph) -> int:
 
 
 def _worst(each: Sequence[LayerCost]) -> LayerCost:
-    columns = zip(*((getattr(cost, field.name) for field in fields(LayerCost)) for cost in each), strict=True)
-    return LayerCost(*map(max, columns))
+    rows = [(cost.forward_s, cost.input_s, cost.weight_s, cost.saved_bytes, cost.pending_bytes) for cost in each]
+    fullest = max(each, key=lambda cost: cost.passing.forward if cost.passing else 0)
+    return LayerCost(*map(max, zip(*rows, strict=True)), passing=fullest.passing)
 
 
 def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
+    memory = stage_memory(each)
     return (
         sum(cost.forward_s for cost in each),
         sum(cost.input_s for cost in each),
         sum(cost.weight_s for cost in each),
-        sum(cost.saved_bytes for cost in each),
-        sum(cost.pending_bytes for cost in each),
-        max(cost.forward_peak_bytes for cost in each),
-        max(cost.backward_peak_bytes for cost in each),
+        memory.saved_bytes,
+        memory.pending_bytes,
+        *(memory.passing[kind] for kind in ("F", "I", "B")),
     )
 
 
@@ -257,12 +261,12 @@ def _actions(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
         "F": ActionTable(
             time_s=array(lambda c: c.forward_s),
             held_bytes=array(lambda c: c.saved_bytes),
-            peak_bytes=array(lambda c: c.forward_peak_bytes),
+            peak_bytes=array(lambda c: c.forward_passing_bytes),
         ),
         "I": ActionTable(
             time_s=array(lambda c: c.input_s),
             held_bytes=array(lambda c: c.pending_bytes - c.saved_bytes),
-            peak_bytes=array(lambda c: c.backward_peak_bytes),
+            peak_bytes=array(lambda c: c.input_passing_bytes),
         ),
         "W": ActionTable(
             time_s=array(lambda c: c.weight_s), held_bytes=array(lambda c: -c.pending_bytes), peak_bytes=zero
@@ -270,7 +274,7 @@ def _actions(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
         "B": ActionTable(
             time_s=array(lambda c: c.input_s + c.weight_s),
             held_bytes=array(lambda c: -c.saved_bytes),
-            peak_bytes=array(lambda c: c.backward_peak_bytes),
+            peak_bytes=array(lambda c: c.fused_passing_bytes),
         ),
     }
 
@@ -288,6 +292,8 @@ def _edge(edge: EdgeWork, network: Network) -> EdgeCost:
         backward_port_s=np.array([[time.port_s for time in back]]),
         forward_bytes=np.array([[_received(messages) for messages in edge.forward]]),
         backward_bytes=np.array([[_received(messages) for messages in edge.backward]]),
+        forward_sent_bytes=np.array([[_sent(messages) for messages in edge.forward]]),
+        backward_sent_bytes=np.array([[_sent(messages) for messages in edge.backward]]),
     )
 
 
@@ -297,6 +303,11 @@ def _received(messages: Sequence[tuple[int, int, float]]) -> float:
     for _, target, size in messages:
         totals[target] = totals.get(target, 0.0) + size
     return max(totals.values(), default=0.0)
+
+
+def _sent(messages: Sequence[tuple[int, int, float]]) -> float:
+    """Bytes of what the device that sends most keeps until it has left."""
+    return _received([(target, source, size) for source, target, size in messages])
 
 
 def _tied_s(work: PipelineWork, network: Network) -> Array:

@@ -23,7 +23,7 @@ class Cost:
     held_bytes: float = 0.0
     "What stays allocated after the action (negative: what it frees)."
     peak_bytes: float = 0.0
-    "What it needs beside that while it runs."
+    "What it needs beside that while it runs: its inputs and outputs among it, as far as they are not held."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,11 @@ class EdgeCost:
     "The part of it during which the sender's port is busy (no latency)."
     backward_port_s: Array
     forward_bytes: Array
-    "The receive buffer: held from when the receive is posted until the consumer has run."
+    "The receive buffer: held from when the receive is posted until the consumer starts, whose own memory it is then."
     backward_bytes: Array
+    forward_sent_bytes: Array = field(default_factory=lambda: np.zeros((1, 1)))
+    "What the sender keeps of it from the end of its producer until it has left (or, on one lane, until it is used)."
+    backward_sent_bytes: Array = field(default_factory=lambda: np.zeros((1, 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class CostTable:
     " reductions start when the last backward is over."
     overhead_s: float = 0.0
     "Added to every compute action: what the interpreter needs per action."
+    receives_ahead: bool = False
+    "Whether a receive is posted before the message ahead of it is used (gloo: the sender then writes at once)."
     notes: tuple[str, ...] = field(default=())
     "Which measurements or assumptions the numbers came from."
 

@@ -12,6 +12,7 @@ import numpy as np
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCosts
+from pipefit.cost.stage_memory import stage_memory
 from pipefit.cost.table import layer_costs, state_share
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
@@ -175,7 +176,7 @@ class Cutter:
             backward_s=np.array([cost.input_s + cost.weight_s for cost in costs]),
             saved_bytes=np.array([cost.saved_bytes for cost in costs]),
             static_bytes=np.array(self._statics(probe, job, decisions)),
-            passing_bytes=max(max(cost.forward_peak_bytes, cost.backward_peak_bytes) for cost in costs),
+            passing_bytes=max(max(stage_memory([cost]).passing.values()) for cost in costs),
             limit_bytes=float(smallest - WORKSPACE_BYTES),
         )
 

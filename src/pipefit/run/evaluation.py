@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pipefit.plan.types import Edge
 from pipefit.run.feed import Feed
-from pipefit.run.rings import assign_slots
 from pipefit.run.wiring import Cell, Operation, Wiring
 from pipefit.run.worker import Worker, last_stage
 from pipefit.schedule.actions import Action
@@ -36,15 +35,14 @@ class Evaluation:
             lambda edge, _: shape_of(edge, -1),
         )
         self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F") and a.slice == 0]
-        slots = assign_slots(self.actions)
         self.operations = []
-        for index, action in enumerate(self.actions):
+        for action in self.actions:
             if action.kind == "F":
                 self.operations.append(self._forward(action))
             elif action.kind == "SEND_F":
                 self.operations.append(self.wiring.send(action))
             else:
-                self.operations.append(self.wiring.receive(action, slots[index]))
+                self.operations.append(self.wiring.receive(action))
         self.feeds: Sequence[Feed] = ()
         self.loss = torch.zeros((), dtype=torch.float64, device=worker.torch_device)
 

@@ -57,7 +57,7 @@ class Stretch:
         piece = record.pieces.pop()
         if self.again:
             record.extras.update(piece.extras)
-            piece, _ = self._graph(record, piece.leaf, piece.extras)
+            piece = self._graph(record, piece.leaf, piece.extras)[0]  # not the output: nobody needs it again
         roots, gradients = [], []
         for root, gradient in zip(piece.roots, (dy, *(extra.pop(n, None) for n in self.produced)), strict=True):
             if gradient is not None and root is not None:

@@ -1,15 +1,22 @@
 """Counts the bytes that are really alive, without asking the code that allocated them.
 
-A dispatch mode sees every tensor that PyTorch makes while it is active and keeps a weak reference to its storage. So
-what a forward keeps for its backward can be compared with what the planner says it keeps (`model.ops.saved_bytes`).
+`StorageAudit`: a dispatch mode sees every tensor that PyTorch makes while it is active and keeps a weak reference to
+its storage. So what a forward keeps for its backward can be compared with what the planner says it keeps
+(`model.ops.saved_bytes`).
+
+`AllocationAudit`: PyTorch's profiler records every allocation and release of the CPU allocator, also those inside of
+operators. So the peak of a whole step can be compared with the simulator's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +45,74 @@ class StorageAudit(TorchDispatchMode):
     def live_sizes(self) -> list[int]:
         """The same, storage by storage, largest first."""
         return sorted((size for reference, size in self._known.values() if not reference.expired()), reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes allocated since the audit began and not yet released, around one named stretch of work."""
+
+    name: str
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+class AllocationAudit:
+    """`with AllocationAudit() as audit: ...`, then what was alive. Of this process and its CPU memory only.
+
+    Memory that was there before does not count, nor does its release. `mark(name, call)` gives a function that runs
+    `call` as a stretch of that name; `usage` has one entry for each time it ran.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.after_bytes = 0
+        self.usage: list[Usage] = []
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    @staticmethod
+    def mark(name: str, call: Callable[[], None]) -> Callable[[], None]:
+        """`call` as a stretch of work with a name."""
+
+        def marked() -> None:
+            with record_function(_PREFIX + name):
+                call()
+
+        return marked
+
+    def __enter__(self) -> AllocationAudit:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        marks = sorted(
+            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()[len(_PREFIX) :])
+            for e in events
+            if e.name().startswith(_PREFIX)
+        )
+        level = place = 0
+        for start, stop, name in marks:
+            while place < len(memory) and memory[place][0] < start:
+                level += memory[place][1]
+                self.peak_bytes = max(self.peak_bytes, level)
+                place += 1
+            before = peak = level
+            while place < len(memory) and memory[place][0] <= stop:
+                level += memory[place][1]
+                peak = max(peak, level)
+                place += 1
+            self.peak_bytes = max(self.peak_bytes, peak)
+            self.usage.append(Usage(name, before, peak, level))
+        for _, size in memory[place:]:
+            level += size
+            self.peak_bytes = max(self.peak_bytes, level)
+        self.after_bytes = level
+
+
+_PREFIX = "pipefit: "
 
 
 def _is_plain(leaf: Any) -> bool:

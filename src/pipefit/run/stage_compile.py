@@ -22,8 +22,9 @@ import torch
 
 from pipefit.model.graph import Graph
 from pipefit.model.ops import KINDS, effective_recompute, kept
+from pipefit.model.ops.regions import Region, arrange
 from pipefit.run.ops import Context, Step, build_step
-from pipefit.run.regions import Region, arrange, recall, run_region
+from pipefit.run.regions import recall, run_region
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The wires of one rank: for every transfer of its lane, buffers, channels and pieces, settled before the first step.
 
 A `Cell` carries one tensor from the action that makes it to the action that uses it. Between stages on one device
-that is all there is to a transfer; between devices a SEND empties the cell and a RECV fills it. Receive buffers are
-rings (`rings.py`); what is received in several pieces is put together when the consumer takes it.
+that is all there is to a transfer; between devices a SEND empties the cell and a RECV fills it. A receive buffer is
+made when its receive is posted and is the consumer's from then on that it takes it: what a forward saves of its input
+is that buffer. What is received in several pieces is put together when the consumer takes it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pipefit.errors import PlanError
 from pipefit.layout import Group
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.comms import Channel, Comms
-from pipefit.run.rings import ring_key, ring_sizes
 from pipefit.run.transfers import Incoming, Outgoing, incoming, outgoing
 from pipefit.schedule.actions import Action
+from pipefit.schedule.messages import channel, windows
 
 Operation = Callable[[], None]
 
@@ -119,7 +120,7 @@ def channel_pairs(plan: Plan, shape_of: Callable[[Edge], Sequence[int]]) -> list
 
 
 class Wiring:
-    """Cells, receive rings and channels of one rank, and the operations that move tensors through them.
+    """Cells and channels of one rank, and the operations that move tensors through them.
 
     `shape_of(edge, slice)` is the global shape of a microbatch's slice on that edge; `ranks[device]` global ranks.
     """
@@ -143,11 +144,9 @@ class Wiring:
         self._shape_of = shape_of
         self._edges = {(edge.source, edge.target, edge.tensor): edge for edge in plan.edges}
         self._directions = directions(plan)
-        self._buffers: dict[tuple[object, ...], Tensor] = {}
-        self._rings: set[int] = set()
         self._queues: dict[object, deque[tuple[Any, Tensor]]] = {}
         self._lanes = plan.order.schedule().lanes
-        self._sizes: dict[int, dict[tuple[object, ...], int]] = {}
+        self._windows: dict[int, Mapping[tuple[object, ...], int]] = {}
         self._check_local_edges()
 
     def cell(self, key: tuple[int, int, str, str], microbatch: int, slice_: int) -> Cell:
@@ -176,28 +175,20 @@ class Wiring:
             members = way.sender.along(self.device, out.sum_over)
             summed = self.comms.group([self.ranks[d] for d in members])
         if summed is None and len(pieces) == 1 and pieces[0][3] is None:
-            return _plain_send(cell, queue, window, self._rings, *pieces[0][:3])
-        return _general_send(cell, queue, window, self._rings, pieces, summed)
+            return _plain_send(cell, queue, window, *pieces[0][:3])
+        return _general_send(cell, queue, window, pieces, summed)
 
-    def receive(self, action: Action, slot: int) -> Operation:
-        """The operation of a RECV into one slot of its ring."""
+    def receive(self, action: Action) -> Operation:
+        """The operation of a RECV into a buffer of its own."""
         key = transfer_key(action)
         way = self._directions[key]
         got = way.receives(self._shape(key, action.slice), self.device)
         cell = self.cell(key, action.microbatch, action.slice)
-        ring = (*ring_key(action), slot)
-        buffer = self._buffers.get(ring)
-        if buffer is None:
-            buffer = torch.zeros(got.shape, dtype=self.dtype, device=self.torch_device)
-            self._buffers[ring] = buffer
-            self._rings.add(buffer.data_ptr())
         own = self.ranks[self.device]
         channels = [self.comms.channel(self.ranks[piece.peer], own, way.tag) for piece in got.pieces]
-        if got.zero:
-            return _zero_receive(cell, buffer)
-        if len(got.pieces) == 1 and got.pieces[0].whole:
-            return _plain_receive(cell, buffer, *channels[0])
-        return self._general_receive(cell, buffer, got, channels, ring)
+        if not got.zero and len(got.pieces) == 1 and got.pieces[0].whole:
+            return self._plain_receive(cell, got.shape, *channels[0])
+        return self._general_receive(cell, got, channels)
 
     def flush(self) -> None:
         """Wait for everything that was sent."""
@@ -206,39 +197,41 @@ class Wiring:
                 work.wait()
             queue.clear()
 
-    def _general_receive(
-        self, cell: Cell, buffer: Tensor, got: Incoming, channels: Sequence[Channel], ring: tuple[object, ...]
-    ) -> Operation:
-        targets, copies = [], []
-        for number, piece in enumerate(got.pieces):
-            part = buffer[tuple(slice(start, stop) for start, stop in piece.box)]
-            if not part.is_contiguous():
-                scratch_key = (*ring, "scratch", number)
-                scratch = self._buffers.get(scratch_key)
-                if scratch is None:
-                    scratch = self._buffers[scratch_key] = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-                copies.append((part, scratch))
-                part = scratch
-            targets.append([part])
-        calls = [(group.recv, target, peer, tag) for (group, peer, tag), target in zip(channels, targets, strict=True)]
+    def _plain_receive(self, cell: Cell, shape: Sequence[int], group: Any, peer: int, tag: int) -> Operation:
+        call, empty, size, dtype, device = group.recv, torch.empty, tuple(shape), self.dtype, self.torch_device
 
         def receive() -> None:
-            cell.work = _Joint([call(target, peer, tag) for call, target, peer, tag in calls], copies)
+            buffer = empty(size, dtype=dtype, device=device)
+            cell.work = call([buffer], peer, tag)
+            cell.tensor = buffer
+
+        return receive
+
+    def _general_receive(self, cell: Cell, got: Incoming, channels: Sequence[Channel]) -> Operation:
+        boxes = [tuple(slice(start, stop) for start, stop in piece.box) for piece in got.pieces]
+        dtype, device = self.dtype, self.torch_device
+
+        def receive() -> None:
+            buffer = torch.zeros(got.shape, dtype=dtype, device=device)
+            works, copies = [], []
+            for box, (group, peer, tag) in zip(boxes, channels, strict=True):
+                part = buffer[box]
+                if not part.is_contiguous():
+                    scratch = torch.empty(part.shape, dtype=dtype, device=device)
+                    copies.append((part, scratch))
+                    part = scratch
+                works.append(group.recv([part], peer, tag))
+            cell.work = _Joint(works, copies) if works else None
             cell.tensor = buffer
 
         return receive
 
     def _window(self, action: Action) -> int:
-        """How many messages of a channel may be under way: as many as the receiver's ring holds, and one more."""
+        """How many messages of a channel may be under way: as many as the receiver has open receives at once."""
         lane = self.plan.order.placement[action.peer]
-        if lane not in self._sizes:
-            self._sizes[lane] = ring_sizes(self._lanes[lane])
-        kind = "RECV_F" if action.kind == "SEND_F" else "RECV_B"
-        return 1 + sum(
-            size
-            for ring, size in self._sizes[lane].items()
-            if ring[:4] == (kind, action.peer, action.stage, action.what)
-        )
+        if lane not in self._windows:
+            self._windows[lane] = windows(self._lanes[lane])
+        return self._windows[lane][channel(action)]
 
     def _shape(self, key: tuple[int, int, str, str], slice_: int) -> Sequence[int]:
         return self._shape_of(self._edges[key[:3]], slice_)
@@ -258,16 +251,12 @@ class Wiring:
                         )
 
 
-def _plain_send(
-    cell: Cell, queue: deque[Any], window: int, rings: set[int], call: Any, peer: int, tag: int
-) -> Operation:
+def _plain_send(cell: Cell, queue: deque[Any], window: int, call: Any, peer: int, tag: int) -> Operation:
     append, popleft = queue.append, queue.popleft
 
     def send() -> None:
         tensor = cell.tensor.contiguous()  # type: ignore[union-attr]
         cell.tensor = None
-        if tensor.data_ptr() in rings:  # handed on as it came: the ring may be filled anew before it has left
-            tensor = tensor.clone()
         append((call([tensor], peer, tag), tensor))
         if len(queue) > window:
             popleft()[0].wait()
@@ -275,9 +264,7 @@ def _plain_send(
     return send
 
 
-def _general_send(
-    cell: Cell, queue: deque[Any], window: int, rings: set[int], pieces: Sequence[Any], summed: Any
-) -> Operation:
+def _general_send(cell: Cell, queue: deque[Any], window: int, pieces: Sequence[Any], summed: Any) -> Operation:
     def send() -> None:
         tensor = cell.tensor
         cell.tensor = None
@@ -285,8 +272,6 @@ def _general_send(
         if summed is not None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(tensor, group=summed)
-        elif tensor.data_ptr() in rings:
-            tensor = tensor.clone()
         for call, peer, tag, box in pieces:
             part = (tensor if box is None else tensor[box]).contiguous()
             queue.append((call([part], peer, tag), part))
@@ -294,20 +279,3 @@ def _general_send(
             queue.popleft()[0].wait()
 
     return send
-
-
-def _plain_receive(cell: Cell, buffer: Tensor, group: Any, peer: int, tag: int) -> Operation:
-    call, buffers = group.recv, [buffer]
-
-    def receive() -> None:
-        cell.work = call(buffers, peer, tag)
-        cell.tensor = buffer
-
-    return receive
-
-
-def _zero_receive(cell: Cell, buffer: Tensor) -> Operation:
-    def receive() -> None:
-        cell.tensor = buffer.zero_()
-
-    return receive

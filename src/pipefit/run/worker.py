@@ -1,7 +1,7 @@
 """The worker: interprets this rank's lane of a lowered plan over torch.distributed.
 
 Everything that can be settled before the first step is: the lane becomes a flat list of bound operations, one per
-action, over preallocated cells, rings and buckets. A step walks that list. Nothing in it waits for the device except
+action, over preallocated cells and buckets. A step walks that list. Nothing in it waits for the device except
 where gloo itself must (a message, a reduction). A clock and a pacing hook stand between the actions: traces and the
 lab use them, and they cost nothing while they are off.
 """
@@ -26,7 +26,6 @@ from pipefit.run.feed import Feed
 from pipefit.run.norm import clip_factor, counts, sum_of_squares
 from pipefit.run.optimizer import AdamW, OptimizerConfig, learning_rate
 from pipefit.run.reduce import Reducer
-from pipefit.run.rings import assign_slots, posted_early
 from pipefit.run.stage import StageProgram
 from pipefit.run.wiring import Cell, Operation, Wiring
 from pipefit.schedule.actions import Action
@@ -179,8 +178,6 @@ class Worker:
     # From actions to operations.
 
     def _compile(self, actions: Sequence[Action]) -> list[Operation]:
-        early = posted_early(actions) if self.comms.tagged else {}
-        slots = assign_slots(actions, early)
         last = {a.stage: index for index, a in enumerate(actions) if a.kind in ("B", "W")}
         operations: list[Operation] = []
         for index, action in enumerate(actions):
@@ -194,12 +191,9 @@ class Worker:
             elif action.kind in ("SEND_F", "SEND_B"):
                 operations.append(self.wiring.send(action))
             elif action.kind in ("RECV_F", "RECV_B"):
-                operations.append(self.wiring.receive(action, slots[index]))
+                operations.append(self.wiring.receive(action))
             else:
                 operations.append(self._once(action))
-        for index, host in early.items():
-            operations[host] = _after(operations[index], operations[host])
-            operations[index] = _nothing
         return operations
 
     def _forward(self, action: Action) -> Operation:
@@ -322,14 +316,6 @@ def last_stage(plan: Plan) -> int:
 def _optimizer(bucket: Bucket, master_dtype: torch.dtype, config: OptimizerConfig) -> AdamW:
     entry = bucket.entries[0]
     return AdamW(bucket.parameters[slice(*bucket.owned)], master_dtype, config, entry.decays)
-
-
-def _after(first: Operation, second: Operation) -> Operation:
-    def both() -> None:
-        first()
-        second()
-
-    return both
 
 
 def _nothing() -> None:

@@ -6,6 +6,8 @@ before its next one. So a receive is in place when the sender gets there, no buf
 and no receive stands before one that is needed earlier (PyTorch's own lowering posts receives in the order in which
 a round-robin over the lanes emits the senders: pytorch#172668).
 
+Where the costs say so (`receives_ahead`: gloo), a RECV stands earlier still: before the use of the message ahead of it.
+
 Why the result cannot hang, even when a SEND blocks until its RECV is posted: order all actions by (simulated time,
 dependency). Every RECV stands before its SEND in that order, every SEND before the consumer, and every lane is
 sorted by it; so the first action in that order that has not run can always run. The same order makes both ends of a
@@ -22,6 +24,7 @@ from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Kind, Schedule
 from pipefit.schedule.compile import TaskGraph, task_graph
+from pipefit.schedule.messages import post_ahead
 from pipefit.schedule.problem import Edge, chain, uniform_costs
 from pipefit.schedule.table import SEND_B, SEND_F, Ints
 from pipefit.schedule.times import Times, run
@@ -58,7 +61,8 @@ def lower(
     gathered = set(zero)
     full = []
     for lane, actions in enumerate(lanes):
-        body = _with_reductions(actions, reduced)
+        ahead = post_ahead(actions, schedule.placement) if costs.receives_ahead else actions
+        body = _with_reductions(ahead, reduced)
         body += [
             Action("REDUCE", stage, what=bucket)
             for bucket, stages in sorted((tied or {}).items())

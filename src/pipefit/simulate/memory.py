@@ -1,8 +1,11 @@
-"""The memory of every lane over time: what is held, what passes, and the receive buffers.
+"""The memory of every lane over time: what is held, what passes, and what is on its way.
 
 An action that holds more afterwards takes that memory when it starts; one that frees does so when it ends; what it
-needs beside that (`peak_bytes`) lives from its start to its end. A receive buffer lives from the moment its receive
-is posted until the action that uses it is over. Under all of it lie the lane's static bytes.
+needs beside that (`peak_bytes`, its inputs and outputs among it) lives from its start to its end. A receive buffer is
+alive from the moment its receive is posted until the action that uses it starts. What an action hands on is alive from
+its end until the next stage on the same lane starts with it, or until it has been sent: in a lowered schedule until as
+many later messages of its channel have been sent as the receiver has receives open at once (`schedule/messages.py`),
+in a computed one until the transfer is over. Under all of it lie the lane's static bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.compile import TaskGraph
-from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, Floats, Ints
+from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints
 from pipefit.schedule.times import Times, edge_table, match_edges, spread
 
 
@@ -33,21 +36,111 @@ class MemoryCurve:
     "The largest sum of receive buffers alone."
 
 
-def memory_curves(graph: TaskGraph, costs: CostTable, times: Times, posted_s: Floats) -> tuple[MemoryCurve, ...]:
-    """One curve per lane."""
+def memory_curves(
+    graph: TaskGraph, costs: CostTable, times: Times, posted_s: Floats, reached_s: Floats
+) -> tuple[MemoryCurve, ...]:
+    """One curve per lane. `posted_s`: of each transfer, when its receive is posted; `reached_s`: of each action, when
+    its lane gets there."""
     events = _Events()
     compute = np.flatnonzero(graph.kind <= B)
     held, passing = (each[compute] for each in _held_and_passing(graph, costs))
-    rows = graph.row[compute]
-    events.add(graph.lane[compute], times.start_s[compute], 4 * rows, np.maximum(held, 0.0) + passing)
-    events.add(graph.lane[compute], times.stop_s[compute], 4 * rows + 3, np.minimum(held, 0.0) - passing)
+    lane, place = graph.lane[compute], PLACES * graph.row[compute]
+    events.add(lane, times.start_s[compute], place + START, np.maximum(held, 0.0) + passing)
+    events.add(lane, times.stop_s[compute], place + STOP, np.minimum(held, 0.0) - passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
-        size = _buffer_bytes(graph, costs)[transfers]
-        user = graph.consumer[transfers]
+        size, user = _edge_bytes(graph, costs, "bytes")[transfers], graph.consumer[transfers]
         events.add(graph.lane[user], posted_s[transfers], _posted_place(graph)[transfers], size, buffer=True)
-        events.add(graph.lane[user], times.stop_s[user], 4 * graph.row[user] + 3, -size, buffer=True)
+        events.add(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, buffer=True)
+        _add_sent(events, graph, costs, times, reached_s)
+    _add_handed_on(events, graph, costs, times)
     return events.curves(costs.static_bytes, len(graph.schedule.lanes))
+
+
+PLACES = 8
+TAKE, START, STOP, GIVE = 1, 2, 6, 7
+"""The order of the events of one action at one time: it takes its inputs over, starts, stops, hands on."""
+
+
+def _add_sent(events: _Events, graph: TaskGraph, costs: CostTable, times: Times, reached_s: Floats) -> None:
+    """What senders keep."""
+    transfers = np.flatnonzero(graph.consumer >= 0)
+    size = _edge_bytes(graph, costs, "sent_bytes")[transfers]
+    if not size.any():
+        return
+    if graph.schedule.is_lowered:
+        maker = _producers(graph, transfers)
+        left = _left_with(graph, transfers)
+        known = left >= 0
+        last_s = np.zeros(len(graph.schedule.lanes))
+        own = graph.lane >= 0
+        np.maximum.at(last_s, graph.lane[own], np.maximum(times.stop_s, times.arrival_s)[own])
+        gone_s = np.where(known, reached_s[left], last_s[graph.lane[transfers]])
+        gone = np.where(known, PLACES * left + STOP, PLACES * len(graph.table.kind))
+    else:
+        maker = graph.task[graph.row[transfers]]
+        gone_s, gone = times.arrival_s[transfers], PLACES * graph.row[transfers] + GIVE
+    lane = graph.lane[transfers]
+    events.add(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size)
+    events.add(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size)
+
+
+def _producers(graph: TaskGraph, transfers: Ints) -> Ints:
+    """The task that makes what each transfer of a lowered schedule carries: of its own stage, microbatch and slice."""
+    forward, backward = _index(graph, (F,)), _index(graph, (I, B))
+    place = graph.stage[transfers], graph.microbatch[transfers], graph.slice[transfers]
+    maker: Ints = np.where(graph.kind[transfers] == SEND_F, forward[place], backward[place])
+    return maker
+
+
+def _left_with(graph: TaskGraph, transfers: Ints) -> Ints:
+    """The row of the SEND with which the tensor of each SEND is let go; -1: the end of the lane."""
+    channel = 2 * graph.edge[transfers] + (graph.kind[transfers] == SEND_B)
+    count, channels = len(transfers), int(channel.max()) + 1
+    receive = np.zeros(graph.size, dtype=np.int64)
+    rows = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
+    receive[graph.task[rows]] = rows
+    place = np.concatenate((receive[transfers], graph.row[graph.consumer[transfers]]))
+    change = np.repeat([1, -1], count)
+    both = np.concatenate((channel, channel))
+    order = np.lexsort((place, both))
+    now = np.cumsum(change[order])  # every channel ends at zero
+    window = np.zeros(channels, dtype=np.int64)
+    np.maximum.at(window, both[order], now)
+    by_row = np.lexsort((graph.row[transfers], channel))
+    later = np.arange(count) + window[channel[by_row]]
+    inside = later < count
+    same = inside & (channel[by_row][np.where(inside, later, 0)] == channel[by_row])
+    result = np.full(count, -1, dtype=np.int64)
+    result[by_row] = np.where(same, graph.row[transfers][by_row][np.where(same, later, 0)], -1)
+    return result
+
+
+def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+    """What one stage hands to another on its own lane: from the end of the one's action to the start of the other's."""
+    placement = graph.schedule.placement
+    local = [edge for edge in costs.edges if placement[edge.source] == placement[edge.target]]
+    if not local:
+        return
+    forward, backward = _index(graph, (F,)), _index(graph, (I, B))
+    for edge in local:
+        for made, used, table in (
+            (forward[edge.source], forward[edge.target], edge.forward_sent_bytes),
+            (backward[edge.target], backward[edge.source], edge.backward_sent_bytes),
+        ):
+            size = np.broadcast_to(table, made.shape).reshape(-1)
+            made, used = made.reshape(-1), used.reshape(-1)
+            events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size)
+            events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size)
+
+
+def _index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
+    """Tasks by [stage, microbatch, slice] of actions of these kinds."""
+    schedule = graph.schedule
+    tasks = np.flatnonzero(np.isin(graph.kind, kinds))
+    found = np.full((schedule.stages, schedule.microbatches, schedule.slices), -1, dtype=np.int64)
+    found[graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks]] = tasks
+    return found
 
 
 def _held_and_passing(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
@@ -62,21 +155,21 @@ def _held_and_passing(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Float
     return held, passing
 
 
-def _buffer_bytes(graph: TaskGraph, costs: CostTable) -> Floats:
-    """For every task, the bytes of the receive buffer of what it transfers."""
+def _edge_bytes(graph: TaskGraph, costs: CostTable, field: str) -> Floats:
+    """For every task, `bytes` (the receive buffer) or `sent_bytes` of what it transfers."""
     size = np.zeros(graph.size)
     matched = match_edges(graph.table.edges, costs)
-    for code, field in ((SEND_F, "forward_bytes"), (SEND_B, "backward_bytes")):
+    for code, way in ((SEND_F, "forward"), (SEND_B, "backward")):
         if code in graph.groups:
-            size[graph.groups[code].tasks] = spread(graph, code, edge_table(matched, field))
+            size[graph.groups[code].tasks] = spread(graph, code, edge_table(matched, f"{way}_{field}"))
     return size
 
 
 def _posted_place(graph: TaskGraph) -> Ints:
     """For every transfer, the place of its posting among the events of one time: at its RECV, or before its user."""
-    place = 4 * graph.row[graph.consumer] - 1
+    place = PLACES * graph.row[graph.consumer] - 1
     receives = np.flatnonzero((graph.table.kind == RECV_F) | (graph.table.kind == RECV_B))
-    place[graph.task[receives]] = 4 * receives
+    place[graph.task[receives]] = PLACES * receives + START
     return place
 
 

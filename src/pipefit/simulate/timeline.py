@@ -128,7 +128,7 @@ class Timeline:
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
         """For each lane, its memory over time."""
-        return memory_curves(self.graph, self.costs, self.times, self._posted_s)
+        return memory_curves(self.graph, self.costs, self.times, self._posted_s, self._reached_s)
 
     @cached_property
     def peak_bytes(self) -> Floats:

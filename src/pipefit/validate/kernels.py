@@ -118,8 +118,6 @@ class KernelCosts:
             weight_s=sum(p.weight_s for p in passes),
             saved_bytes=facts.saved_bytes,
             pending_bytes=facts.pending_bytes,
-            forward_peak_bytes=0.0,
-            backward_peak_bytes=0.0,
         )
 
     def _operator(self, kind: str, call: Call, devices: int) -> Pass:

@@ -1,6 +1,7 @@
 """cross_entropy(logits_BTV, labels_BT) -> the sum over valid labels of log sum exp(logits) - logits[label].
 
-Computed in float32 or wider. Keeps the logits and one log-sum-exp per token; the softmax is made again in the backward.
+Computed in float32 or wider. Keeps the logits and one log-sum-exp per token; the softmax is made again in the backward,
+some rows at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +28,26 @@ def _own_bytes(call: Call) -> int:
     return math.prod(logits[:-1]) * call.wide_bytes
 
 
+CHUNK_NUMBERS = 1 << 26
+"""Logits that are widened at once."""
+
+
+def _chunk_bytes(call: Call) -> int:
+    logits = call.inputs[0]
+    assert logits is not None
+    return min(math.prod(logits), max(CHUNK_NUMBERS, logits[-1])) * call.wide_bytes
+
+
+def _forward_extra(call: Call) -> int:
+    """Of some rows: the logits less their maximum, and the logits in the wide type where that is another one."""
+    return _chunk_bytes(call) * (1 if call.wide_bytes == call.compute_bytes else 2)
+
+
+def _backward_extra(call: Call) -> int:
+    """Of some rows: the softmax in the wide type, where that is another one than the gradient's."""
+    return 0 if call.wide_bytes == call.compute_bytes else _chunk_bytes(call)
+
+
 OPERATORS = (
     OperatorKind(
         kind="cross_entropy",
@@ -36,6 +57,8 @@ OPERATORS = (
         shapes=_shapes,
         saves=_saves,
         own_bytes=_own_bytes,
+        forward_extra=_forward_extra,
+        backward_extra=_backward_extra,
         boundary=True,
         output_dtype="float32",
     ),

@@ -93,6 +93,10 @@ class OperatorKind:
     "Whether a pending W holds the gradient of output 0."
     pending_bytes: Callable[[Call], int] = _no_bytes
     "Bytes that a pending W holds beside those."
+    forward_extra: Callable[[Call], int] = _no_bytes
+    "Bytes that the forward allocates for itself: alive at its worst moment beside inputs, outputs and own bytes."
+    backward_extra: Callable[[Call], int] = _no_bytes
+    "The same of the backward, beside the gradients of outputs and inputs."
     boundary: bool = False
     "Under selective recomputation the outputs and own bytes of a boundary stay; all else is made again."
     heavy: bool = False

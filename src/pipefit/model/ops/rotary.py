@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import ModelError
-from pipefit.model.ops.kind import OperatorKind, same_shape
+from pipefit.model.ops.kind import Call, OperatorKind, same_shape
 
 SCALINGS = ("default", "linear", "llama3", "yarn", "frequencies")
 
@@ -103,6 +103,13 @@ def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
+def _extra(call: Call) -> int:
+    """The two halves of the features that turn, before they are put together."""
+    x = call.inputs[0]
+    assert x is not None
+    return math.prod(x[:-1]) * int(call.attributes["dim"]) * call.compute_bytes
+
+
 OPERATORS = (
     OperatorKind(
         kind="rotary",
@@ -115,5 +122,7 @@ OPERATORS = (
             "style": "`half` pairs (i, i + dim/2), `interleaved` pairs (2i, 2i + 1)",
         },
         shapes=same_shape,
+        forward_extra=_extra,
+        backward_extra=_extra,
     ),
 )

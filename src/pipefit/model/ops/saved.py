@@ -42,7 +42,7 @@ class Kept:
 
 def saved_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> Saved:
     """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P)."""
-    analysis = _Analysis(graph, compute_bytes)
+    analysis = Analysis(graph, compute_bytes)
     held = kept(graph, recompute, compute_bytes)
     values = sum(analysis.value_bytes(name, symbols) for name in held.values)
     for index in held.statistics:
@@ -61,7 +61,7 @@ def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
 
 def kept(graph: Graph, recompute: Recompute, compute_bytes: int) -> Kept:
     """Which values, statistics and reruns `recompute` means for this graph."""
-    analysis = _Analysis(graph, compute_bytes)
+    analysis = Analysis(graph, compute_bytes)
     choice = effective_recompute(graph, recompute)
     everything = range(len(graph.operators))
     if choice == "full":
@@ -98,7 +98,7 @@ def element_bytes(dtype: str, compute_bytes: int) -> int:
     return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "bool": 1}[dtype]
 
 
-class _Analysis:
+class Analysis:
     """Storages and gradients of one graph: who aliases whom, and what needs what."""
 
     def __init__(self, graph: Graph, compute_bytes: int) -> None:
@@ -210,27 +210,36 @@ class _Analysis:
         if name in self.graph.outputs or len(users) != 1:
             return name
         operator = self.graph.operators[users[0]]
-        result = operator.outputs[0]
-        handed_on = operator.kind in ("reshape", "transpose") or (
+        return self.gradient_root(operator.outputs[0]) if self.hands_gradient_on(operator, name) else name
+
+    def hands_gradient_on(self, operator: Operator, name: str) -> bool:
+        """Whether the gradient of the operator's output is, as a storage, that of its input `name`."""
+        return operator.kind in ("reshape", "transpose") or (
             (operator.kind == "add" or (operator.kind == "sub" and operator.inputs[0] == name))
-            and self.tensors[result].shape == self.tensors[name].shape
+            and self.tensors[operator.outputs[0]].shape == self.tensors[name].shape
             and operator.inputs.count(name) == 1
         )
-        return self.gradient_root(result) if handed_on else name
+
+    def trains(self, operator: Operator) -> bool:
+        """Whether a trainable parameter goes into the operator."""
+        return any(self.parameters[name].trainable for name in operator.inputs if name in self.parameters)
+
+    def pending_gradients(self) -> set[str]:
+        """The values (roots of gradients) whose gradients a pending W holds."""
+        return {
+            self.gradient_root(operator.outputs[0])
+            for operator in self.graph.operators
+            if self.trains(operator) and KINDS[operator.kind].pending_gradients
+        }
 
 
-def _pending_bytes(analysis: _Analysis, symbols: Mapping[str, int]) -> int:
+def _pending_bytes(analysis: Analysis, symbols: Mapping[str, int]) -> int:
     values: set[str] = set()
-    gradients: set[str] = set()
     total = 0
     for operator in analysis.graph.operators:
-        kind = KINDS[operator.kind]
-        trainable = any(analysis.parameters[name].trainable for name in operator.inputs if name in analysis.parameters)
-        if not trainable:
-            continue
-        values |= {analysis.root[operator.inputs[i]] for i in kind.pending_values}
-        if kind.pending_gradients:
-            gradients.add(analysis.gradient_root(operator.outputs[0]))
-        total += kind.pending_bytes(call_of(analysis.graph, operator, symbols, analysis.compute_bytes))
+        if analysis.trains(operator):
+            kind = KINDS[operator.kind]
+            values |= {analysis.root[operator.inputs[i]] for i in kind.pending_values}
+            total += kind.pending_bytes(call_of(analysis.graph, operator, symbols, analysis.compute_bytes))
     counted = [name for name in values if analysis.counts(name)]
-    return total + sum(analysis.value_bytes(name, symbols) for name in (*counted, *gradients))
+    return total + sum(analysis.value_bytes(name, symbols) for name in (*counted, *analysis.pending_gradients()))

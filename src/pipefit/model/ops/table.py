@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from pipefit.model.ops.kind import OperatorKind
 
-_MACHINERY = {"kind", "table", "saved", "totals"}
+_MACHINERY = {"kind", "passing", "regions", "saved", "table", "totals"}
 
 
 def _discover() -> Mapping[str, OperatorKind]:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
+from pipefit.model.ops.cross_entropy import CHUNK_NUMBERS
 from pipefit.run.ops import Context, Step
-
-CHUNK_NUMBERS = 1 << 26
-"""Logits that are widened at once."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -41,9 +39,12 @@ class _CrossEntropy(torch.autograd.Function):
         weight = torch.where(counts, dy, 0).unsqueeze(1)
         dx = torch.empty_like(flat)
         for start, stop in chunks(flat):
-            p = flat[start:stop].to(total.dtype, copy=True).sub_(total[start:stop].unsqueeze(1)).exp_()
-            p.mul_(weight[start:stop])
-            dx[start:stop] = p.scatter_add_(1, label[start:stop], -weight[start:stop])
+            same = dx.dtype == total.dtype
+            p = dx[start:stop].copy_(flat[start:stop]) if same else flat[start:stop].to(total.dtype)
+            p.sub_(total[start:stop].unsqueeze(1)).exp_().mul_(weight[start:stop])
+            p.scatter_add_(1, label[start:stop], -weight[start:stop])
+            if not same:
+                dx[start:stop] = p
         return dx.view(logits.shape), None, None, None
 
 
