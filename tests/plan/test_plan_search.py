@@ -17,7 +17,8 @@ from pipefit.plan.bounds import facts_of, flights, table_bound_s
 from pipefit.plan.build import Workbench
 from pipefit.plan.closest import least_missing_bytes
 from pipefit.plan.make import make_plan
-from pipefit.plan.search import Evaluated, _Candidate, _Search, evaluate, search, simulated, some_plan_fits
+from pipefit.plan.outcome import Evaluated
+from pipefit.plan.search import _Candidate, _Search, evaluate, search, simulated, some_plan_fits
 from pipefit.plan.space import space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -306,3 +307,19 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
 def test_a_schedule_that_no_candidate_can_have_says_why() -> None:
     with pytest.raises(ScheduleError, match="1F1B is written for one stage per lane"):
         make_plan(toy_model(3), toy_cluster(1, 2), JOB, {"placement": (0, 1, 1, 0), "schedule": "1f1b"})
+
+
+def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the closed form does not see, the search leaves room for: it finds plans that its first cuts do not allow."""
+    pins, gained = {"schedule": "1f1b", "stages": 3, "recompute": ("none",), "microbatches": 8, "replicas": (1,)}, 0
+    model, job = toy_model(8), Job(batch=8, sequence=512)
+    for beyond in range(900_000, 1_900_000, 50_000):
+        cluster = little_memory(3, beyond=beyond)
+        again = search(Workbench(model, cluster), job, pins, top=1).fitting
+        with monkeypatch.context() as patch:
+            patch.setattr("pipefit.plan.search.LEANER", 0)
+            once = search(Workbench(model, cluster), job, pins, top=1).fitting
+        assert len(again) >= len(once), beyond
+        assert all(one.simulation.fits for one in again)
+        gained += len(again) - len(once)
+    assert gained >= 1

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.cost.types import Array, CostTable
 from pipefit.schedule.actions import Schedule
+
+Ints = NDArray[np.int64]
 
 InFlight = Callable[[int, int, int, int], int]
 """(lane, lanes, stages per lane, microbatches) -> least number of stage-microbatches that the lane holds at once."""
@@ -42,7 +45,7 @@ FACTS: Mapping[str, Facts] = {
         lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + 2 * (lanes - 1 - lane) + 1),
         fused=True,
     ),
-    "1f1b-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3)),
+    "1f1b-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3), fused=True),
     "zb-h1": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
     "zb-h2": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - lane) - 1)),
     "zb-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
@@ -142,11 +145,13 @@ def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int,
 def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
     """The least memory of every lane under this very order of its actions: what it holds, without buffers and what
     passes. Needs no times."""
+    shape = (schedule.stages, schedule.microbatches, schedule.slices)
+    change = {kind: np.broadcast_to(table.held_bytes, shape).tolist() for kind, table in costs.actions.items()}
     floors = []
     for lane, actions in enumerate(schedule.lanes):
         held = peak = 0.0
         for kind, stage, microbatch, slice_, _, _ in actions:
-            held += costs.actions[kind].cost(stage, microbatch, slice_).held_bytes
+            held += change[kind][stage][microbatch][slice_]
             peak = max(peak, held)
         floors.append(float(costs.static_bytes[lane]) + peak)
     return floors

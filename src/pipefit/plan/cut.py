@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -58,6 +58,10 @@ class Cut:
     "Least memory of each lane, workspace included."
     limit_bytes: tuple[float, ...]
     "Of each lane."
+    static_bytes: tuple[float, ...]
+    "What stays on each lane, workspace included."
+    saved_bytes: tuple[float, ...]
+    "What one microbatch keeps on each stage."
 
     @property
     def fullest(self) -> int:
@@ -79,22 +83,34 @@ class Cutter:
         self.network = network
         self.layers = layers
         self._rows: dict[object, LayerRow] = {}
+        self._plain: dict[object, LayerRow] = {}
         self._cuts: dict[object, Cut | None] = {}
         self._floors: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._alike = len({kind.name for kind in network.kinds}) == 1
 
-    def cut(self, job: Job, decisions: Decisions) -> Cut | None:
+    def cut(self, job: Job, decisions: Decisions, spare_bytes: Sequence[float] = ()) -> Cut | None:
         """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned. Where lanes
         hold several stages, a cut with a less busy lane (`plan/balance.py`), if it fits.
 
         None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
-        does not fit.
+        does not fit. `spare_bytes` of every lane, if given, are kept free of what the closed form counts.
         """
         rows = self.rows(job, decisions)
         held = _held(decisions)
-        key = (tuple(map(id, rows)), held, decisions.lane_of_stage, decisions.cuts)
+        placement = decisions.lane_of_stage
+        key = (tuple(map(id, rows)), held, placement, decisions.cuts, tuple(spare_bytes))
         if key not in self._cuts:
-            self._cuts[key] = _best_cut(rows, held, decisions.lane_of_stage, decisions.cuts)
+            lean = rows
+            if spare_bytes:
+                each = [spare_bytes[lane] for lane in placement]
+                lean = [
+                    replace(row, limit_bytes=row.limit_bytes - spare) for row, spare in zip(rows, each, strict=True)
+                ]
+            cut = _best_cut(lean, held, placement, decisions.cuts)
+            if cut is not None and spare_bytes:
+                cut = _cut_at((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
+            self._cuts[key] = cut
         return self._cuts[key]
 
     def leanest(self, job: Job, decisions: Decisions) -> Cut:
@@ -119,7 +135,11 @@ class Cutter:
     def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
         if self._alike and len(decisions.shards) == 1 and len(decisions.recompute) == 1:
-            return [self._row(job, decisions, 0, None)] * decisions.stage_count
+            replicas = len(decisions.replicas) if max(decisions.replicas) == 1 else decisions.replicas
+            key = (job, decisions.microbatches, replicas, decisions.recompute, decisions.zero1)
+            if key not in self._plain:
+                self._plain[key] = self._row(job, decisions, 0, None)
+            return [self._plain[key]] * decisions.stage_count
         groups = [group.group() for group in make_groups(decisions)]
         return [self._row(job, decisions, stage, groups[lane]) for stage, lane in enumerate(decisions.lane_of_stage)]
 
@@ -132,6 +152,16 @@ class Cutter:
             backward = np.minimum.reduce([row.backward_s for row in rows])
             self._floors[key] = (float(forward.sum()), float(backward.sum()), float((forward + backward).max()))
         return self._floors[key]
+
+    def floor_bytes(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
+        """(all that stays, all that one microbatch keeps, memory of a device) where each is least, and most."""
+        rows = self.rows(job, decisions)
+        key = tuple(dict.fromkeys(map(id, rows)))
+        if key not in self._least:
+            static = np.minimum.reduce([row.static_bytes for row in rows]).sum()
+            saved = np.minimum.reduce([row.saved_bytes for row in rows]).sum()
+            self._least[key] = (float(static), float(saved), max(row.limit_bytes for row in rows))
+        return self._least[key]
 
     def _row(self, job: Job, decisions: Decisions, stage: int, group: Group | None) -> LayerRow:
         """The row of one stage; without a group, of any devices: all are alike and nothing crosses between them."""
@@ -243,7 +273,7 @@ def _best_cut(
     certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
     if not some_cut_fits(rows, certain):
         return None
-    times = np.stack([row.forward_s + row.backward_s for row in rows])
+    times = _stacked(rows, lambda row: row.forward_s + row.backward_s)
     limits = np.array([row.limit_bytes for row in rows])
     tight = (limits - np.array([row.passing_bytes for row in rows])) / np.array(turns)
     likely = _memory(rows, _stage_flights(held, placement))
@@ -262,28 +292,40 @@ def _best_cut(
     return other if other.fits and _slowest_s(other) <= _slowest_s(cut) * (1 + 1e-9) else cut
 
 
+def _stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
+    """[stage][layer]; one row for all stages where theirs is one."""
+    if all(row is rows[0] for row in rows):
+        return np.broadcast_to(value(rows[0]), (len(rows), len(rows[0].forward_s)))
+    return np.stack([value(row) for row in rows])
+
+
 def _slowest_s(cut: Cut) -> float:
     return max(ahead + back for ahead, back in zip(cut.forward_s, cut.backward_s, strict=True))
 
 
 def _memory(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:
     """[stage][layer]: bytes with what is in flight."""
+    if len({*flights}) == 1:
+        return _stacked(rows, lambda row: row.static_bytes + flights[0] * row.saved_bytes)
     return np.stack([np.diff(row.filled(flight)) for row, flight in zip(rows, flights, strict=True)])
 
 
 def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[int], placement: Sequence[int]) -> Cut:
     runs = list(pairwise(bounds))
-    static = [0.0] * len(held)
-    saved: list[list[float]] = [[] for _ in held]
+    static = [float(WORKSPACE_BYTES)] * len(held)
+    saved = [float(row.saved_bytes[start:stop].sum()) for row, (start, stop) in zip(rows, runs, strict=True)]
+    least = [float("inf")] * len(held)
     limits = [float("inf")] * len(held)
-    for row, (start, stop), lane in zip(rows, runs, placement, strict=True):
+    for row, (start, stop), lane, kept in zip(rows, runs, placement, saved, strict=True):
         static[lane] += float(row.static_bytes[start:stop].sum())
-        saved[lane].append(float(row.saved_bytes[start:stop].sum()))
+        least[lane] = min(least[lane], kept)
         limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
     return Cut(
         cuts=tuple(bounds[1:-1]),
         forward_s=tuple(float(row.forward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
         backward_s=tuple(float(row.backward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
-        floor_bytes=tuple(static[lane] + count * min(saved[lane]) + WORKSPACE_BYTES for lane, count in enumerate(held)),
+        floor_bytes=tuple(stays + count * kept for stays, count, kept in zip(static, held, least, strict=True)),
         limit_bytes=tuple(limits),
+        static_bytes=tuple(static),
+        saved_bytes=tuple(saved),
     )

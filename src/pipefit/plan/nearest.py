@@ -9,8 +9,9 @@ from typing import Any
 from pipefit.cluster.types import Cluster
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.build import Workbench
+from pipefit.plan.outcome import Found, Misfit
 from pipefit.plan.pins import describe
-from pipefit.plan.search import Found, Misfit, some_plan_fits
+from pipefit.plan.search import some_plan_fits
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes
 

@@ -44,7 +44,9 @@ def partition(
 
 
 def _run_sums(rows: Array) -> Array:
-    """[stage][i][j]: the sum of row values over layers [i, j)."""
+    """[stage][i][j]: the sum of row values over layers [i, j). One array for all stages where their rows are one."""
+    if rows.strides[0] == 0:
+        return np.broadcast_to(_run_sums(rows[:1].copy()), (len(rows), rows.shape[1] + 1, rows.shape[1] + 1))
     prefix = np.concatenate([np.zeros((rows.shape[0], 1)), np.cumsum(rows, axis=1)], axis=1)
     sums: Array = prefix[:, None, :] - prefix[:, :, None]
     return sums

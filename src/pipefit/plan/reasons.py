@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.pins import describe
 from pipefit.plan.predict import path_shares
-from pipefit.plan.search import Evaluated, Found, Misfit
 from pipefit.plan.types import Alternative
 from pipefit.units import format_bytes, format_seconds
 

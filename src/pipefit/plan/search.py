@@ -4,15 +4,18 @@ Every candidate waits in a heap under a lower bound of its step time. What comes
 closer: first the compute of a perfectly even cut, then that of its exact cut, then a whole cost table with links and
 reductions, at last the simulation of its lowered lanes. When the top of the heap is a bound above the best simulated
 time, no other plan of the space is faster: the result is optimal in its space, as far as the simulator is right.
-Schedule families with tight bounds (fused backwards) go first; the others follow within a budget, and if that is
-spent, the result says so.
+Layouts come first, with the bound that holds for all their schedules; only those that can win are told apart by
+schedule. Schedules whose backwards are split have loose bounds and much to gain, so they go first, within a budget; the
+others follow, and are done with as soon as their tighter bounds lie above what was found. If a budget is spent before
+the proof, the result says so.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import le
 from typing import Any
 
 from pipefit.cluster.topology import device_count
@@ -25,10 +28,13 @@ from pipefit.plan.build import Workbench
 from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.estimate import estimate_s
+from pipefit.plan.holding import held_bytes
 from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
+from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.predict import Simulation, lane_limits
-from pipefit.plan.space import check_space, space
+from pipefit.plan.space import Layout, check_space, layouts
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
@@ -41,11 +47,18 @@ EXTRA_SIMULATIONS = 24
 """Simulations spent, after the best plan is known, on making the list of alternatives exact."""
 
 BUDGET = 400_000
-"""Work spent before the search stops without a proof: actions of the orders made, and DEVICE for each device of a
-cost table. Only large clusters come near it, with schedule families whose bounds are loose."""
+"""Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
+DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
 
 DEVICE = 3
 """What a device of a cost table counts in the budget: its cost beside that of an action."""
+
+STAGE = 2
+"""What a stage of a cut counts in the budget."""
+
+LEANER = 3
+"""How often the layers of a candidate are cut again because the simulator found that it needs more memory than the
+closed form says."""
 
 MISFITS = 16
 """Candidates that cannot fit whose least memory is worked out exactly."""
@@ -57,69 +70,6 @@ TIE = 1e-9
 """Relative difference of step times that counts as none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """A simulated candidate."""
-
-    decisions: Decisions
-    "With its cuts."
-    parts: Parts
-    simulation: Simulation
-
-    @property
-    def step_s(self) -> float:
-        return self.simulation.timeline.makespan_s
-
-    @property
-    def worst_lane(self) -> int:
-        """The lane that is fullest for its limit."""
-        limits = self.simulation.limits_bytes
-        return max(range(len(limits)), key=lambda lane: self.simulation.timeline.peak_bytes[lane] / limits[lane])
-
-    @property
-    def peak_bytes(self) -> float:
-        return float(self.simulation.timeline.peak_bytes[self.worst_lane])
-
-    @property
-    def limit_bytes(self) -> float:
-        return self.simulation.limits_bytes[self.worst_lane]
-
-    @property
-    def rank(self) -> tuple[float, float, int, int]:
-        """Faster first; among equally fast ones (within TIE) less memory, fewer devices, fewer stages."""
-        return (float(f"{self.step_s:.9e}"), self.peak_bytes, self.decisions.device_count, self.decisions.stage_count)
-
-
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """A candidate that cannot fit, by the closed form or by simulation."""
-
-    decisions: Decisions
-    bound_s: float
-    "It would take at least this long."
-    peak_bytes: float
-    limit_bytes: float
-    lane: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The outcome of a search."""
-
-    fitting: tuple[Evaluated, ...]
-    "Simulated and fitting, the best first; empty where nothing fits."
-    misfits: tuple[Misfit, ...]
-    "Of what did not fit the most telling ones, the fastest first; the closest of all where nothing fits."
-    unfit: int
-    "How many candidates that were looked at did not fit."
-    lower_bound_s: float
-    "No plan of the space is faster: the least closed-form bound of all, fitting or not."
-    open_bound_s: float
-    "The least bound of what was not looked at to its end; above the best time, unless the budget was spent."
-    considered: int
-    simulated: int
-
-
 Progress = Callable[[int, int, float | None], None]
 """(candidates left, simulations done, best step so far)."""
 
@@ -129,13 +79,13 @@ def search(
 ) -> Found:
     """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
     pins = pins or {}
-    return _Search(bench, job, pins, top, progress).run(_choices(bench, job, pins))
+    return _Search(bench, job, pins, top, progress).run(_layouts(bench, job, pins))
 
 
 def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
     """Whether `search` would find a plan: the candidates that lack least first, until one fits or TRIES simulated ones
     do not. Raises PlanError as `search` does."""
-    choices = _choices(bench, job, pins)
+    choices = [candidate for layout in _layouts(bench, job, pins) for candidate in layout.candidates()]
     missing = [least_missing_bytes(bench.cutter, job, choice) for choice in choices]
     order = sorted((least, index) for index, least in enumerate(missing) if least <= 0)
     searcher = _Search(bench, job, pins, 1, None)
@@ -148,18 +98,25 @@ def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
     return bool(searcher.fitting)
 
 
-def _choices(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Decisions]:
+def _layouts(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Layout]:
     """The space, for a job and pins that leave something to consider."""
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.module, bench.model, job.sequence, "--seq")
-    return list(space(job, layers, count, len(bench.cluster.hosts), pins))
+    return list(layouts(job, layers, count, len(bench.cluster.hosts), pins))
 
 
 @dataclass(slots=True)
 class _Candidate:
     decisions: Decisions
+    schedules: tuple[str, ...] = ()
+    "Of a layout whose schedules have not been told apart."
     level: int = EVEN
+    bound_s: float = 0.0
+    even_s: float = 0.0
+    "The bound of the first level."
+    leaner: int = 0
+    "How often its layers were cut again because it needed more memory than the closed form says."
     parts: Parts | None = None
     work: PipelineWork | None = None
     costs: CostTable | None = None
@@ -180,15 +137,21 @@ class _Search:
         "Bound and choice of candidates that no cut makes fit."
         self.refused: list[ScheduleError] = []
         "Why schedule families could not make an order for a candidate."
+        self.left: list[_Candidate] = []
+        "What was not looked at to its end."
         self.simulated = 0
         self.spent = 0
 
-    def run(self, choices: list[Decisions]) -> Found:
-        if len(choices) == 1:
-            check_decisions(choices[0], self.job, len(self.bench.module.layers), self.bench.network.devices)
-        fused = [_Candidate(choice) for choice in choices if facts_of(choice.schedule).fused]
-        others = [_Candidate(choice) for choice in choices if not facts_of(choice.schedule).fused]
-        bounds = [self.explore(candidates) for candidates in (fused, others) if candidates]
+    def run(self, choices: list[Layout]) -> Found:
+        considered = sum(len(layout.schedules) for layout in choices)
+        if considered == 1:
+            only = choices[0].decisions
+            check_decisions(only, self.job, len(self.bench.module.layers), self.bench.network.devices)
+        split = [_layout(one) for one in choices if not facts_of(one.decisions.schedule).fused]
+        fused = [_layout(one) for one in choices if facts_of(one.decisions.schedule).fused]
+        bounds = [self.explore(split, patient=not fused)] if split else []
+        bounds += [self.explore(fused)] if fused else []
+        self._runners_up()
         if self.refused and not self.fitting and not self.misfits and not self.unfit:
             raise self.refused[0]
         misfits = self.misfits + list(self._telling())
@@ -199,32 +162,75 @@ class _Search:
             unfit=len(self.unfit) + len(self.misfits),
             lower_bound_s=min(least for least, _ in bounds),
             open_bound_s=min(left for _, left in bounds),
-            considered=len(choices),
+            considered=considered,
             simulated=self.simulated,
         )
 
-    def explore(self, candidates: list[_Candidate]) -> tuple[float, float]:
-        """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left)."""
-        heap = [(self.even_bound_s(candidate.decisions), index) for index, candidate in enumerate(candidates)]
-        lower_bound_s = min(bound for bound, _ in heap)
+    def explore(self, candidates: list[_Candidate], patient: bool = True) -> tuple[float, float]:
+        """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left).
+        Who is `patient` goes beyond the budget until something fits."""
+        self.spent = 0
+        for candidate in candidates:
+            candidate.bound_s = candidate.even_s = self.even_bound_s(candidate.decisions)
+        lower_bound_s = min(candidate.bound_s for candidate in candidates)
+        heap = [(self.key_s(candidate), index) for index, candidate in enumerate(candidates)]
         heapq.heapify(heap)
-        proven_at: int | None = None
-        while heap:
-            bound_s, index = heap[0]
-            if self.fitting and bound_s > self.fitting[0].step_s * (1 + TIE):
-                proven_at = self.simulated if proven_at is None else proven_at
-                enough = len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s
-                if enough or self.simulated - proven_at >= EXTRA_SIMULATIONS:
-                    break
-            if self.fitting and self.spent > BUDGET:
-                break
-            heapq.heappop(heap)
-            again = self.look_closer(candidates[index], bound_s)
+        left: list[int] = []
+        while heap and not (self.spent > BUDGET and (self.fitting or not patient)):
+            _, index = heapq.heappop(heap)
+            if self.fitting and candidates[index].bound_s > self.fitting[0].step_s * (1 + TIE):
+                left.append(index)
+            else:
+                self._look(candidates, index, heap)
+        self.left += [candidates[index] for index in (*left, *(index for _, index in heap))]
+        return lower_bound_s, min((one.bound_s for one in self.left), default=float("inf"))
+
+    def _look(self, candidates: list[_Candidate], index: int, heap: list[tuple[float, int]]) -> None:
+        """One level closer, and back into the heap what is not done with."""
+        for one in self._told_apart(candidates, index):
+            candidate = candidates[one]
+            again = self.look_closer(candidate, candidate.bound_s)
             if again is not None:
-                heapq.heappush(heap, (max(again, bound_s), index))
-            if self.progress is not None:
-                self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
-        return lower_bound_s, heap[0][0] if heap else float("inf")
+                candidate.bound_s = again
+                heapq.heappush(heap, (self.key_s(candidate), one))
+        if self.progress is not None:
+            self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
+
+    def _runners_up(self) -> None:
+        """Some more of what cannot win, least bound first, to make the list of alternatives exact."""
+        candidates = self.left
+        heap = [(candidate.bound_s, index) for index, candidate in enumerate(candidates)]
+        heapq.heapify(heap)
+        until = self.simulated + EXTRA_SIMULATIONS
+        self.spent = BUDGET // 2
+        while heap and self.fitting and self.simulated < until and self.spent <= BUDGET:
+            bound_s, index = heapq.heappop(heap)
+            if len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s:
+                break
+            more: list[tuple[float, int]] = []
+            self._look(candidates, index, more)
+            for _, one in more:
+                heapq.heappush(heap, (candidates[one].bound_s, one))
+
+    def _told_apart(self, candidates: list[_Candidate], index: int) -> Sequence[int]:
+        """The candidate, or in place of a layout a candidate for each of its schedules."""
+        candidate = candidates[index]
+        if not candidate.schedules:
+            return (index,)
+        names, candidate.schedules = candidate.schedules, ()
+        candidates += [
+            _Candidate(replace(candidate.decisions, schedule=name), bound_s=candidate.even_s, even_s=candidate.even_s)
+            for name in names
+        ]
+        return range(len(candidates) - len(names), len(candidates))
+
+    def key_s(self, candidate: _Candidate) -> float:
+        """By what candidates are looked at: their bound, or a guess where bounds are loose."""
+        decisions = candidate.decisions
+        if facts_of(decisions.schedule).fused:
+            return candidate.bound_s
+        names = candidate.schedules or (decisions.schedule,)
+        return max(candidate.bound_s, estimate_s(self.bench.cutter, self.job, decisions, names))
 
     def _telling(self) -> Iterator[Misfit]:
         """The candidates that no cut makes fit and are worth telling of: of the fastest ones the leanest of each
@@ -256,33 +262,47 @@ class _Search:
         if candidate.level == CUT:
             return self._cut(candidate, bound_s)
         if candidate.level == TABLE:
-            return self._table(candidate)
-        self._simulate(candidate, bound_s)
-        return None
+            return self._table(candidate, bound_s)
+        return self._simulate(candidate, bound_s)
 
     def _cut(self, candidate: _Candidate, bound_s: float) -> float | None:
-        decisions = candidate.decisions
-        cut = self.bench.cutter.cut(self.job, decisions)
+        self.spent += STAGE * candidate.decisions.stage_count
+        cut = self.bench.cutter.cut(self.job, candidate.decisions)
         if cut is None or not cut.fits:
-            self.unfit.append((bound_s, len(self.unfit), decisions))
+            self.unfit.append((bound_s, len(self.unfit), candidate.decisions))
             return None
-        candidate.decisions = replace(decisions, cuts=cut.cuts)
+        return self._take(candidate, cut, bound_s)
+
+    def _held(self, decisions: Decisions, cut: Cut) -> list[float]:
+        """The least memory of every lane with this cut, by what the schedule's own order holds."""
+        if decisions.slices or facts_of(decisions.schedule).fused:
+            return list(cut.floor_bytes)
+        lanes, count = decisions.lane_of_stage, decisions.microbatches
+        held = held_bytes(decisions.schedule, lanes, count, cut.saved_bytes)
+        return [stays + kept for stays, kept in zip(cut.static_bytes, held, strict=True)]
+
+    def _take(self, candidate: _Candidate, cut: Cut, bound_s: float) -> float:
+        """The bound of the candidate with this cut."""
+        decisions = candidate.decisions = replace(candidate.decisions, cuts=cut.cuts)
         if decisions.slices:
             return bound_s
         fused = facts_of(decisions.schedule).fused
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
 
-    def _table(self, candidate: _Candidate) -> float:
+    def _table(self, candidate: _Candidate, bound_s: float) -> float | None:
+        cut = self.bench.cutter.leanest(self.job, candidate.decisions)
+        held = self._held(candidate.decisions, cut)
+        if not all(map(le, held, cut.limit_bytes)):
+            return self._again(candidate, cut, held, cut.limit_bytes, bound_s)
         self.spent += DEVICE * candidate.decisions.device_count
         candidate.parts = self.bench.parts(self.job, candidate.decisions)
         candidate.work = pipeline_work(candidate.parts, self.bench.programs)
         candidate.costs = cost_table(candidate.work, self.bench.network, self.bench.layers)
-        return table_bound_s(
-            candidate.costs, candidate.parts.placement, candidate.decisions.microbatches, candidate.decisions.schedule
-        )
+        placement, count = candidate.parts.placement, candidate.decisions.microbatches
+        return max(bound_s, table_bound_s(candidate.costs, placement, count, candidate.decisions.schedule))
 
-    def _simulate(self, candidate: _Candidate, bound_s: float) -> None:
+    def _simulate(self, candidate: _Candidate, bound_s: float) -> float | None:
         parts, work, costs = candidate.parts, candidate.work, candidate.costs
         assert parts is not None and work is not None and costs is not None
         candidate.work = candidate.costs = None
@@ -290,22 +310,43 @@ class _Search:
             computed = computed_schedule(candidate.decisions.schedule, parts, costs)
         except ScheduleError as error:
             self.refused.append(error)
-            return
+            return None
         self.spent += sum(map(len, computed.lanes))
-        limits, floors = lane_limits(work, self.bench.network), order_floor_bytes(computed, costs)
-        fullest = max(range(len(limits)), key=lambda lane: floors[lane] / limits[lane])
-        if floors[fullest] > limits[fullest]:
-            peak, limit = floors[fullest], limits[fullest]
-            self.misfits.append(Misfit(candidate.decisions, bound_s, peak, limit, fullest))
-            return
-        self.simulated += 1
-        found = simulated(self.bench, candidate.decisions, parts, work, costs, computed)
-        if found.simulation.fits:
-            self.fitting.append(found)
-            self.fitting.sort(key=lambda one: one.rank)
-            return
-        bound_s = max(bound_s, found.step_s)
-        self.misfits.append(Misfit(found.decisions, bound_s, found.peak_bytes, found.limit_bytes, found.worst_lane))
+        limits, peaks = lane_limits(work, self.bench.network), order_floor_bytes(computed, costs)
+        decisions = candidate.decisions
+        if all(map(le, peaks, limits)):
+            self.simulated += 1
+            found = simulated(self.bench, decisions, parts, work, costs, computed)
+            if found.simulation.fits:
+                self.fitting.append(found)
+                self.fitting.sort(key=lambda one: one.rank)
+                return None
+            peaks = list(map(float, found.simulation.timeline.peak_bytes))
+            bound_s = max(bound_s, found.step_s)
+        cut = self.bench.cutter.leanest(self.job, decisions)
+        return self._again(candidate, cut, peaks, limits, bound_s)
+
+    def _again(
+        self, candidate: _Candidate, cut: Cut, peaks: Sequence[float], limits: Sequence[float], bound_s: float
+    ) -> float | None:
+        """What becomes of a candidate that needs these peaks with this cut, too much: the bound with another cut, in
+        which what the closed form does not see has room, or None where there is none, or LEANER were tried."""
+        decisions = candidate.decisions
+        if "cuts" not in self.pins and candidate.leaner < LEANER:
+            uncut = replace(decisions, stages=decisions.stage_count, cuts=())
+            spare = [max(0.0, peak - floor) for peak, floor in zip(peaks, cut.floor_bytes, strict=True)]
+            leaner = self.bench.cutter.cut(self.job, uncut, spare)
+            if leaner is not None and leaner.cuts != cut.cuts:
+                candidate.leaner += 1
+                candidate.level = CUT
+                return self._take(candidate, leaner, candidate.even_s)
+        fullest = max(range(len(limits)), key=lambda lane: peaks[lane] / limits[lane])
+        self.misfits.append(Misfit(decisions, bound_s, peaks[fullest], limits[fullest], fullest))
+        return None
+
+
+def _layout(layout: Layout) -> _Candidate:
+    return _Candidate(layout.decisions, layout.schedules)
 
 
 def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:

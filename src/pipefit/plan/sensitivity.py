@@ -16,7 +16,8 @@ from pipefit.cost.network import Network
 from pipefit.cost.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.plan.build import Workbench
-from pipefit.plan.search import Evaluated, search
+from pipefit.plan.outcome import Evaluated
+from pipefit.plan.search import search
 from pipefit.plan.types import Job, Sensitivity
 from pipefit.simulate import simulate
 

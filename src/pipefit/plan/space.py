@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.layout import split
+from pipefit.plan.bounds import facts_of
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -19,34 +21,55 @@ from pipefit.schedule.families import FAMILIES
 RECOMPUTE = (("none",), ("selective",), ("full",))
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Candidates that differ in nothing but the schedule, all for one placement and with bounds of one kind."""
+
+    decisions: Decisions
+    "With the first of the schedules."
+    schedules: tuple[str, ...]
+
+    def candidates(self) -> Iterator[Decisions]:
+        """One for every schedule."""
+        return (replace(self.decisions, schedule=name) for name in self.schedules)
+
+
 def space(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Decisions]:
     """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned."""
+    for layout in layouts(job, layers, devices, hosts, pins):
+        yield from layout.candidates()
+
+
+def layouts(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
+    """Every layout, in a fixed order."""
     shards = pins.get("shards", (1,))
     for replicas, lanes in _grids(job, layers, devices, pins):
         many = len(replicas) > 1
-        for schedule, placement in _schedules(lanes, layers, pins):
-            choices = itertools.product(
-                _microbatches(job, replicas, pins),
-                [pins["recompute"]] if "recompute" in pins else RECOMPUTE,
-                [pins["zero1"]] if "zero1" in pins else [False, True][: 1 + many],
-                [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and lanes > 1)],
-            )
-            for microbatches, recompute, zero1, inner in choices:
-                if len(recompute) in (1, len(placement)) and _enough(schedule, lanes, microbatches, pins):
-                    yield Decisions(
-                        stages=len(placement),
-                        cuts=pins.get("cuts", ()),
-                        placement=() if placement == tuple(range(lanes)) else placement,
-                        replicas=replicas,
-                        shards=shards,
-                        sharding=_sharding(shards, pins),
-                        microbatches=microbatches,
-                        schedule=schedule,
-                        slices=pins.get("slices", ()),
-                        recompute=recompute,
-                        zero1=zero1,
-                        inner=inner,
-                    )
+        choices = itertools.product(
+            _schedules(lanes, layers, pins).items(),
+            _microbatches(job, replicas, pins),
+            [pins["recompute"]] if "recompute" in pins else RECOMPUTE,
+            [pins["zero1"]] if "zero1" in pins else [False, True][: 1 + many],
+            [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and lanes > 1)],
+        )
+        for ((placement, _), names), microbatches, recompute, zero1, inner in choices:
+            able = tuple(name for name in names if _enough(name, lanes, microbatches, pins))
+            if able and len(recompute) in (1, len(placement)):
+                decisions = Decisions(
+                    stages=len(placement),
+                    cuts=pins.get("cuts", ()),
+                    placement=() if placement == tuple(range(lanes)) else placement,
+                    replicas=replicas,
+                    shards=shards,
+                    sharding=_sharding(shards, pins),
+                    microbatches=microbatches,
+                    schedule=able[0],
+                    slices=pins.get("slices", ()),
+                    recompute=recompute,
+                    zero1=zero1,
+                    inner=inner,
+                )
+                yield Layout(decisions, able)
 
 
 def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -63,15 +86,17 @@ def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iter
                 yield replicas, lanes
 
 
-def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(schedule, placement) for this many lanes. A single lane runs all plain schedules alike as far as time goes,
-    and 1F1B with the least memory."""
+def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], bool], list[str]]:
+    """The schedules for this many lanes, by placement and by whether every backward is fused. A single lane runs all
+    plain schedules alike as far as time goes, and 1F1B with the least memory."""
     names = [name for name in sorted(FAMILIES) if FAMILIES[name].searched] if lanes > 1 else ["1f1b"]
     stages = pins.get("stages", len(pins["cuts"]) + 1 if "cuts" in pins else None)
+    found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in [pins["schedule"]] if "schedule" in pins else names:
         placement = pins.get("placement", FAMILIES[name].placement(lanes))
         if max(placement) + 1 == lanes and len(placement) <= layers and stages in (None, len(placement)):
-            yield name, placement
+            found.setdefault((placement, facts_of(name).fused), []).append(name)
+    return found
 
 
 def _enough(schedule: str, lanes: int, microbatches: int, pins: Mapping[str, Any]) -> bool:

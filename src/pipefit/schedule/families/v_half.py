@@ -15,7 +15,6 @@ from pipefit.schedule.problem import Problem, vee
 
 name = "v-half"
 placement = vee
-searched = False
 
 
 def build(problem: Problem) -> Schedule:

@@ -16,7 +16,6 @@ from pipefit.schedule.problem import Problem, vee
 
 name = "v-min"
 placement = vee
-searched = False
 
 
 def build(problem: Problem) -> Schedule:

@@ -14,7 +14,6 @@ from pipefit.schedule.problem import Problem, vee
 
 name = "v-zb"
 placement = vee
-searched = False
 
 
 def build(problem: Problem) -> Schedule:

@@ -13,7 +13,6 @@ from pipefit.schedule.families._blocks import in_positions, repeated, schedule
 from pipefit.schedule.problem import Problem, linear
 
 name = "zb-h1"
-searched = False
 
 
 def build(problem: Problem) -> Schedule:

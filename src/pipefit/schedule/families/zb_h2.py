@@ -14,7 +14,6 @@ from pipefit.schedule.families._blocks import in_positions, repeated, schedule
 from pipefit.schedule.problem import Problem, linear
 
 name = "zb-h2"
-searched = False
 
 
 def build(problem: Problem) -> Schedule:

@@ -18,7 +18,6 @@ from pipefit.schedule.problem import Problem, vee
 
 name = "zb-v"
 placement = vee
-searched = False
 
 
 def build(problem: Problem) -> Schedule:
