@@ -24,6 +24,9 @@ PACE_WITHIN = 0.02
 SECONDS = 0.8
 """Of one stream."""
 
+INSIDE_BYTES_PER_S = 2.5e8
+"""Of all streams inside hosts that are measured at the same time."""
+
 AGAIN = 2
 """Rounds with a pair that missed are measured again so often, and the nearer result counts: other work on the machine
 disturbs, and a link that is shaped wrongly stays wrong."""
@@ -34,7 +37,7 @@ ACTIONS = 40
 
 @dataclass(frozen=True, slots=True)
 class PairCheck:
-    """One ordered pair of hosts: bytes of payload per second."""
+    """One ordered pair of hosts, or the devices of one host (source and target are the same): bytes per second."""
 
     source: int
     target: int
@@ -78,10 +81,11 @@ class Calibration:
 
 
 def requested(lab: LabFile) -> dict[Pair, float]:
-    """What each ordered pair of hosts should achieve alone: its own rate, or that of an uplink on its way."""
+    """What each ordered pair of hosts should achieve alone: its own rate, or that of an uplink on its way; and with
+    itself, where the links inside a host are shaped."""
     rates, racks = network.rates_of(lab), network.rack_of(lab)
     names = [host.name for host in lab.cluster.hosts]
-    result = {}
+    result = {(h, h): rate for h, rate in enumerate(rates.inside) if rate}
     for a, row in enumerate(rates.pair):
         for b, rate in enumerate(row):
             if a != b:
@@ -94,7 +98,8 @@ def requested(lab: LabFile) -> dict[Pair, float]:
 
 
 def rounds(lab: LabFile) -> list[list[Pair]]:
-    """All ordered pairs, as few rounds as a greedy choice finds: in a round no two share a port or an uplink."""
+    """All ordered pairs, as few rounds as a greedy choice finds: in a round no two share a port or an uplink. Links
+    inside hosts come last, as many at a time as this machine carries."""
     racks, names = network.rack_of(lab), [host.name for host in lab.cluster.hosts]
     count = len(names)
     result: list[tuple[list[Pair], set[tuple[str, int]]]] = []
@@ -112,7 +117,13 @@ def rounds(lab: LabFile) -> list[list[Pair]]:
                     break
             else:
                 result.append(([(a, b)], used))
-    return [pairs for pairs, _ in result]
+    inside: list[tuple[list[Pair], float]] = []
+    for h, rate in enumerate(network.rates_of(lab).inside):
+        if rate and inside and inside[-1][1] + rate <= INSIDE_BYTES_PER_S:
+            inside[-1] = ([*inside[-1][0], (h, h)], inside[-1][1] + rate)
+        elif rate:
+            inside.append(([(h, h)], rate))
+    return [pairs for pairs, _ in result] + [pairs for pairs, _ in inside]
 
 
 def calibrate(lab: Lab, *, seconds: float = SECONDS, show: Callable[[str], None] = lambda text: None) -> Calibration:
@@ -163,7 +174,7 @@ def as_lines(lab: Lab, result: Calibration) -> list[str]:
     lines = []
     if cells:
         width = max(6, *(len(name) for name in names))
-        lines.append("achieved / requested bandwidth, from row to column:")
+        lines.append("achieved / requested bandwidth, from row to column (inside a host where they meet):")
         lines.append(" ".join([" " * width, *(f"{name:>{width}}" for name in names)]))
         for a, name in enumerate(names):
             row = [f"{cells[a, b].error + 1:.3f}" if (a, b) in cells else "-" for b in range(len(names))]

@@ -190,11 +190,11 @@ def available_bytes() -> int:
 def _make(lab: Lab) -> None:
     hosts = range(len(lab.file.cluster.hosts))
     netns.add([lab.hub, *(lab.namespace(h) for h in hosts)])
-    netns.settings(lab.hub, network.SETTINGS[-2:])
+    netns.settings(lab.hub, network.QUIET)
     netns.batch(["ip", "-n", lab.hub], network.hub_lines(lab.file, lab.prefix))
     for h in hosts:
         name = lab.namespace(h)
-        netns.settings(name, network.SETTINGS)
+        netns.settings(name, network.host_settings(lab.file, h))
         netns.batch(["ip", "-n", name], network.host_lines(lab.file, h))
         netns.batch(["tc", "-n", name], network.host_shaping(lab.file, h))
     netns.batch(["tc", "-n", lab.hub], network.hub_shaping(lab.file))

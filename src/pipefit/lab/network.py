@@ -28,6 +28,9 @@ HEADERS_BYTES = 14 + 20 + 32
 PACKETS_PER_S = 20000
 """All hosts together: what costs two cores little beside the ranks."""
 
+INSIDE_PACKET_S = 2e-4
+"""What one packet may take on a link inside a host."""
+
 QUEUE_PACKETS = 20000
 """So long that nothing is lost; TCP's windows keep queues shorter."""
 
@@ -39,16 +42,23 @@ CORE = "core"
 LOOPBACK_LIMIT_BYTES_PER_S = 2e9
 """A link inside a host that is faster is left as fast as the loopback interface is."""
 
+QUIET = ("net.ipv6.conf.all.disable_ipv6=1", "net.ipv6.conf.default.disable_ipv6=1")
+"""Settings of every namespace: nobody speaks unasked."""
+
 SETTINGS = (
+    *QUIET,
     "net.ipv4.tcp_congestion_control=reno",
     "net.ipv4.tcp_slow_start_after_idle=0",
     "net.ipv4.tcp_no_metrics_save=1",
-    "net.ipv4.tcp_rmem=4096 131072 1048576",
-    "net.ipv4.tcp_wmem=4096 65536 262144",
-    "net.ipv6.conf.all.disable_ipv6=1",
-    "net.ipv6.conf.default.disable_ipv6=1",
+    "net.ipv4.tcp_rmem=4096 131072 4194304",
 )
-"""Of every host's namespace: windows large enough for every rate, nothing remembered from earlier connections."""
+"""Of every host's namespace: nothing is lost here, so no cleverness about losses, and nothing remembered."""
+
+RTO_MIN_S = 3
+"""Nothing is lost, but queues grow longer than the 0.2 s after which TCP would send everything again."""
+
+AHEAD_S = 0.02
+"""A sender's buffer holds what its fastest link carries in that time, so that it need not wake up more often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,11 @@ def packet_bytes(lab: LabFile) -> int:
     return int(min(9000.0, max(1500.0, sum(rates_of(lab).send) / PACKETS_PER_S)))
 
 
+def inside_packet_bytes(lab: LabFile, host: int) -> int:
+    """The largest packet between the devices of a host: these links are fast, and their bytes are many."""
+    return int(min(60000.0, max(packet_bytes(lab), INSIDE_PACKET_S * rates_of(lab).inside[host])))
+
+
 def address(host: int, device: int = 0) -> str:
     """Of a device, as all others reach it."""
     return f"{NETWORK}.{host}.{device + 1}"
@@ -109,6 +124,13 @@ def address(host: int, device: int = 0) -> str:
 def interface(device: int) -> str:
     """The name by which gloo finds the device's own address on its host."""
     return f"eth0:{device}"
+
+
+def host_settings(lab: LabFile, host: int) -> list[str]:
+    """Kernel settings of a host's namespace."""
+    rates = rates_of(lab)
+    buffer = int(min(4e6, max(131072.0, AHEAD_S * max(*rates.pair[host], rates.inside[host]))))
+    return [*SETTINGS, f"net.ipv4.tcp_wmem=4096 65536 {buffer}"]
 
 
 def rack_of(lab: LabFile) -> dict[str, int]:
@@ -137,11 +159,12 @@ def hub_lines(lab: LabFile, prefix: str) -> list[str]:
 def host_lines(lab: LabFile, host: int) -> list[str]:
     """`ip` commands in the namespace of a host: an address for every device, each with a label that gloo can name."""
     packet = packet_bytes(lab)
-    lines = [f"link set {_cable('lo', packet)} up", f"link set {_cable('eth0', packet)} up"]
+    lines = [f"link set {_cable('lo', inside_packet_bytes(lab, host))} up", f"link set {_cable('eth0', packet)} up"]
     for device in range(lab.cluster.hosts[host].devices):
         # One address of the network joins the hosts; the others belong to the host alone, and all hosts route to it.
         length = 16 if device == 0 else 32
         lines.append(f"addr add {address(host, device)}/{length} dev eth0 label {interface(device)}")
+    lines.append(f"route replace {NETWORK}.0.0/16 dev eth0 src {address(host)} rto_min {RTO_MIN_S}s")
     return lines
 
 
@@ -161,7 +184,7 @@ def host_shaping(lab: LabFile, host: int) -> list[str]:
     if inside:
         devices = range(lab.cluster.hosts[host].devices)
         ports = [_Leaf(f"dst {address(host, device)}/32", inside) for device in devices]
-        lines += _tree("lo", inside * len(devices), ports, packet)
+        lines += _tree("lo", inside * len(devices), ports, inside_packet_bytes(lab, host))
     return lines
 
 
