@@ -64,6 +64,8 @@ def tables(instance: Instance, limit: Floats | None = None) -> Tables:
         whole=whole[by_new].reshape(-1, units).copy(),
         port=port[by_new].reshape(-1, units).copy(),
         limit=np.where(np.isfinite(limits), limits * (1 + 1e-12), 2 * kernel.INFINITE),
+        turn=np.argsort(instance.backwards),
+        toggles=instance.may_split & instance.may_merge,
         work=instance.work_s(),
         units=units,
         span=instance.objective == "span",
@@ -87,6 +89,9 @@ def state(t: Tables, instance: Instance, orders: Sequence[Ints]) -> State:
         level=np.zeros((lanes, most + 1)),
         arrival=np.zeros(t.whole.shape),
         value=np.zeros(2),
+        place=np.zeros(lanes, dtype=np.int64),
+        free=np.zeros(lanes),
+        port=np.zeros(lanes),
     )
 
 
@@ -182,5 +187,5 @@ def compiled() -> Loops:
                 copy = types.FunctionType(function.__code__, space, name)
                 copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
                 inline = "always" if name in INLINE else "never"
-                found[name] = space[name] = numba.njit(cache=True, inline=inline)(copy)
+                found[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
     return Loops(found["sweep"], found["anneal"], found["construct"])

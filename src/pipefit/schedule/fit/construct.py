@@ -8,9 +8,10 @@ numbers and for any placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,19 @@ from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, Ints, W, or
 from pipefit.schedule.fit.kernel import State, Tables
 from pipefit.schedule.problem import Problem
 
-FAST = (1.0, 1.25, 1.6, 2.1, 2.8, 3.8)
-SLOW = (1.0, 1.2, 1.5, 2.0)
-PERIODS = (1.0, 1.06)
+
+class Speed(NamedTuple):
+    """What a repeating block is made from."""
+
+    fast: float
+    "How many times longer than it must take: a hop of a forward on odd passes over the lanes, of a backward on even."
+    slow: float
+    "The same for the others."
+    stretch: float
+    "The period, in units of the busiest lane's work."
+
+
+SPEEDS = tuple(Speed(*values) for values in product((1.0, 1.25, 1.6, 2.1, 2.8, 3.8), (1.0, 1.2, 1.5, 2.0), (1.0, 1.06)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,17 @@ class Start:
     time_s: float
     name: str
     orders: list[Ints]
+
+
+def all_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops) -> list[Start]:
+    """All constructions that fit, best first, without doubles."""
+    starts = list(family_starts(instance, problem, t, loops))
+    for merge in merge_choices(instance):
+        starts += [start for _, start in block_starts(instance, t, loops, merge)]
+    found: dict[bytes, Start] = {}
+    for start in sorted(starts, key=lambda start: start.time_s):
+        found.setdefault(b"".join(order.tobytes() for order in start.orders), start)
+    return list(found.values())
 
 
 def family_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops) -> Iterator[Start]:
@@ -56,9 +78,7 @@ def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Lo
     s = state(t, instance, orders)
     if not loops.sweep(t, s):
         return
-    kinds = np.concatenate(orders) // (instance.stages * instance.units)
-    stages = np.concatenate(orders) // instance.units % instance.stages
-    merged = np.array([bool((kinds[stages == stage] == B).any()) for stage in range(instance.stages)])
+    merged = merged_stages(instance, orders)
     allowed = bool((instance.may_merge | ~merged).all() and (instance.may_split | merged).all())
     if allowed and fits(t, s, orders):
         yield Start(float(s.value[0]), schedule.name, orders)
@@ -69,6 +89,13 @@ def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Lo
         made = built(instance, t, loops, wish, merge)
         if made is not None:
             yield Start(made.time_s, f"{schedule.name} in memory", made.orders)
+
+
+def merged_stages(instance: Instance, orders: list[Ints]) -> NDArray[np.bool_]:
+    """Of each stage, whether more than half of its backwards run as B."""
+    operations = np.concatenate(orders)
+    stages = operations[operations >= B * instance.stages * instance.units] // instance.units % instance.stages
+    return np.asarray(2 * np.bincount(stages, minlength=instance.stages) > instance.units)
 
 
 def fits(t: Tables, s: State, orders: list[Ints]) -> bool:
@@ -96,30 +123,30 @@ def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
     return [split] if (split == merged).all() else [split, merged.copy()]
 
 
-def block_starts(instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_]) -> Iterator[Start]:
-    """Repeating blocks of several speeds."""
+def block_starts(
+    instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_], speeds: Iterable[Speed] = SPEEDS
+) -> Iterator[tuple[Speed, Start]]:
+    """Repeating blocks of several speeds, those that fit."""
     period = float((instance.work_s() / instance.units).max())
-    turns = np.argsort(np.argsort(instance.backwards)) if instance.slices > 1 else np.arange(instance.units)
-    for fast, slow, stretch in product(FAST, SLOW, PERIODS):
-        offset = block(instance, fast, slow)
-        n = np.arange(instance.units)
-        count = [n, turns, turns]
-        wish = np.concatenate([offset[kind][:, None] + period * stretch * count[kind] for kind in range(3)])
-        made = built(instance, t, loops, wish, merge)
+    turns = np.argsort(instance.backwards)
+    count = np.stack([np.arange(instance.units), turns, turns])
+    for speed in speeds:
+        wish = block(instance, speed)[:, :, None] + period * speed.stretch * count[:, None, :]
+        made = built(instance, t, loops, wish.reshape(-1, instance.units), merge)
         if made is not None:
-            yield Start(made.time_s, f"block {fast:g}, {slow:g}", made.orders)
+            yield speed, replace(made, name=f"block {speed.fast:g}, {speed.slow:g}")
 
 
-def block(instance: Instance, fast: float, slow: float) -> Floats:
-    """[kind, stage]: the offsets of one unit's F, I and W when hops take `fast` and `slow` times what they need."""
+def block(instance: Instance, speed: Speed) -> Floats:
+    """[kind, stage]: the offsets of one unit's F, I and W when hops take as many times as long as they need."""
     stages = instance.stages
     seen: dict[int, int] = {}
     leg = np.zeros(stages, dtype=np.int64)
     for stage, lane in enumerate(instance.placement.tolist()):
         leg[stage] = seen.get(lane, 0)
         seen[lane] = leg[stage] + 1
-    ahead = np.where(leg % 2 == 0, fast, slow)
-    back = np.where(leg % 2 == 1, fast, slow) if leg.max() else np.full(stages, slow)
+    ahead = np.where(leg % 2 == 0, speed.fast, speed.slow)
+    back = np.where(leg % 2 == 1, speed.fast, speed.slow) if leg.max() else np.full(stages, speed.slow)
     time_s = instance.time_s.mean(axis=2)
     back_s = np.where(instance.may_split, time_s[I], time_s[B])
     offset = np.zeros((3, stages))

@@ -43,6 +43,10 @@ class Tables(NamedTuple):
     port: Any
     limit: Any
     "[lane]"
+    turn: Any
+    "[unit]: when it goes back."
+    toggles: Any
+    "[stage]: whether its backwards may run as B and apart."
     work: Any
     "[lane]: the time of its operations, each backward as it is quicker; for bounds."
     units: int
@@ -71,6 +75,10 @@ class State(NamedTuple):
     "[slot, unit]: when the consumer can use it."
     value: Any
     "[main objective, sum of the lanes' ends]"
+    place: Any
+    "[lane]: scratch, as are the next two."
+    free: Any
+    port: Any
 
 
 class Trial(NamedTuple):
@@ -105,7 +113,10 @@ def sweep(t: Any, s: Any) -> bool:
     lanes = len(s.length)
     for node in range(len(s.begin)):
         s.begin[node] = INFINITE
-    place, free, port = [0] * lanes, [0.0] * lanes, [0.0] * lanes
+    place, free, port = s.place, s.free, s.port
+    for lane in range(lanes):
+        place[lane] = 0
+        free[lane] = port[lane] = 0.0
     moved = True
     while moved:
         moved = False

@@ -175,12 +175,9 @@ def shift_wave(t: Any, s: Any, r: Any) -> float:
     since = INFINITE
     for one in range(stage, min(stage + count, stages)):
         node = (kind * stages + one) * t.units + unit
-        at = s.position[node]
-        if at < 0:
-            continue
-        lane = t.row_lane[one]
-        if r.changed[lane]:
-            continue
+        at, lane = s.position[node], t.row_lane[one]
+        if at >= s.length[lane] or t.node[s.order[lane, at]] != node or r.changed[lane]:
+            continue  # a W that is part of a B, or a lane that has moved
         open_lane(s, r, lane)
         length = s.length[lane]
         came = shift(t, r, lane, at, min(at + by, length - 1) if later else max(at - by, 0))
@@ -196,10 +193,49 @@ def shift_wave(t: Any, s: Any, r: Any) -> float:
     return since if since < INFINITE else -1.0
 
 
+def toggle(t: Any, s: Any, r: Any, lane: int) -> float:
+    """A random backward of a lane that runs as I and W runs as B from now on, or the other way round."""
+    place = draw(r.numbers, s.length[lane])
+    op = s.order[lane, place]
+    stage, unit, stages = t.stage[op], t.unit[op], len(t.row_lane) // 3
+    kind = op // (stages * t.units)
+    if kind == 0 or not t.toggles[stage]:
+        return -1.0
+    open_lane(s, r, lane)
+    length = r.length[lane]
+    at = s.position[(stages + stage) * t.units + unit]
+    if kind == 3:
+        last = at
+        for other in range(at + 1, length):
+            one = r.order[lane, other]
+            if t.row[one] == 2 * stages + stage and t.turn[t.unit[one]] < t.turn[unit]:
+                last = other
+        for other in range(length, last + 1, -1):
+            r.order[lane, other] = r.order[lane, other - 1]
+        r.order[lane, at] = (stages + stage) * t.units + unit
+        r.order[lane, last + 1] = (2 * stages + stage) * t.units + unit
+        r.length[lane] = length + 1
+    else:
+        gone = s.position[(2 * stages + stage) * t.units + unit]
+        if kind == 2:
+            at = shift(t, r, lane, at, gone)
+        for other in range(gone, length - 1):
+            r.order[lane, other] = r.order[lane, other + 1]
+        length -= 1
+        r.length[lane] = length
+        at = min(at, gone - 1)
+        r.order[lane, at] = (3 * stages + stage) * t.units + unit
+        at = s.position[(stages + stage) * t.units + unit]
+    if not admit(t, s, r, lane, at, r.length[lane]):
+        return -1.0
+    return float(s.start[lane, at])
+
+
 def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: Any, moves: int) -> int:
     """Try `moves` random changes of the orders in `s`, keeping those that cost no more than a random part of the heat,
     which falls from `heats[0]` to `heats[1]`. The best orders go into `best`, with their lengths in `size`.
-    `settings`: weight of the sum of ends, best value so far, shares of the moves. Returns how many were kept."""
+    `settings`: weight of the sum of ends, best value so far, and of a hundred moves, how many are a toggle, a shift of
+    one or before, of a run or before; the reach of a shift. Returns how many were kept."""
     lanes = len(s.length)
     weight = settings[0]
     heat = heats[0]
@@ -215,8 +251,10 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
         which = draw(r.numbers, 100)
         lane = draw(r.numbers, lanes)
         if which < settings[2]:
-            since = shift_one(t, s, r, lane, 1 + int(settings[5]))
+            since = toggle(t, s, r, lane)
         elif which < settings[3]:
+            since = shift_one(t, s, r, lane, int(settings[5]))
+        elif which < settings[4]:
             since = shift_run(t, s, r, lane)
         else:
             since = shift_wave(t, s, r)

@@ -5,23 +5,34 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, tables
-from pipefit.schedule.fit.construct import Start, block_starts, family_starts, merge_choices
-from pipefit.schedule.fit.improve import Budget, improve
+from pipefit.schedule.fit.bounds import lower_bound
+from pipefit.schedule.fit.construct import SPEEDS, Speed, Start, all_starts, block_starts, merge_choices
+from pipefit.schedule.fit.extend import extended, few, shortened
+from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours
 from pipefit.schedule.fit.instance import Floats, Instance, Objective, schedule_of
+from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
 from pipefit.schedule.fit.result import Fit
-from pipefit.schedule.fit.verify import least_bytes, peaks
+from pipefit.schedule.fit.verify import excess, least_bytes, peaks
 from pipefit.schedule.problem import Problem
 
-MOVES = 60_000
+MOVES = 100_000
 """Moves of the local search that are tried by default."""
-REPAIRS = 6
-"""Times that limits are tightened because of receive buffers before giving up."""
+REPAIRS = 8
+"""Times that limits are tightened because of buffers before giving up."""
+KEPT_SPEEDS = 4
+"""Speeds of blocks that stages try their options with: the best of the best uniform choice."""
+KEPT_CHOICES = 3
+CHOICE_SHARE = 0.6
+"""Of the moves, what goes into the choice of options: the best few, and the best uniform one."""
+SHORT_SHARE = 0.25
+"""Of the moves, what goes into a search with few microbatches where there are many."""
 
 
 def fit(
@@ -37,63 +48,114 @@ def fit(
 ) -> Fit:
     """The best schedule found for the true times of `problem.costs` within `problem.limit_bytes`.
 
-    The same `moves` and `seed` give the same schedule on every machine; `seconds` only stops the search earlier.
-    Without numba (`use_numba`) the result is the same, and takes far longer. Raises ScheduleError where the limit is
-    below what any schedule needs, saying the least, and for times that are not positive.
+    `options`: cost tables by the name of a recomputation choice, of which each stage takes one; they stand in place of
+    `problem.costs`. The same `moves` and `seed` give the same schedule on every machine, with and without numba;
+    `seconds` only stops the search earlier. `exact_seconds` go to the exact solver, where it is installed. Raises
+    ScheduleError where the limit is below what any schedule needs, saying the least, and for times that are not
+    positive.
     """
-    began = time.perf_counter()
-    instance = Instance.of(problem, objective)
+    budget = Budget(moves, math.inf if seconds is None else time.perf_counter() + seconds)
     loops = compiled() if use_numba else PLAIN
-    budget = Budget(moves, math.inf if seconds is None else began + seconds)
+    choice: Choice = ()
+    if options is not None:
+        check_options(options)
+        choice = _choose(problem, options, objective, loops, budget, seed)
+        problem = chosen(problem, options, choice)
+    instance = Instance.of(problem, objective)
+    best = _within_limits(problem, instance, loops, budget, seed)
+    del exact_seconds
+    return _result(problem, instance, best, choice, budget.spent)
+
+
+def _within_limits(problem: Problem, instance: Instance, loops: Loops, budget: Budget, seed: int) -> Start:
+    """The best orders found whose peaks, by the simulator, are within the limits. Where buffers go beyond them, the
+    search works with as much less."""
     limit = instance.limit_bytes.copy()
-    best: Start | None = None
-    for attempt in range(REPAIRS):
-        t = tables(instance, limit)
-        starts = all_starts(instance, problem, loops, limit)
+    moves = budget.moves
+    safe: Start | None = None
+    for _ in range(REPAIRS):
+        tight = replace(instance, limit_bytes=limit)
+        t = tables(tight)
+        starts = _starts(problem, tight, loops, budget, seed) if safe is None else [safe]
         if not starts:
-            raise _too_tight(problem, instance, loops)
-        first = starts[0]
-        excess = _excess(problem, instance, first)
-        if (excess > 0).any():
-            limit = limit - excess
-            continue
-        found = improve(instance, t, loops, starts, budget, seed)
-        excess = _excess(problem, instance, found)
-        if (excess <= 0).all():
-            best = found
             break
-        limit = limit - excess
-        best = first
-        budget.moves += moves // 2
-        del attempt
-    if best is None:
+        if safe is None:
+            over = excess(problem, instance, starts[0])
+            if (over > 0).any():
+                limit = limit - over
+                continue
+            safe = starts[0]
+        found = merge_neighbours(tight, t, loops, improve(tight, t, loops, starts, budget, seed))
+        over = excess(problem, instance, found)
+        if not (over > 0).any():
+            return found
+        limit = limit - over
+        budget.moves = budget.spent + moves // 3
+        safe = None
+    if safe is None:
         raise _too_tight(problem, instance, loops)
-    return _result(problem, instance, best, budget.spent)
+    return safe
 
 
-def all_starts(instance: Instance, problem: Problem, loops: Loops, limit: Floats) -> list[Start]:
-    """All constructions that fit, best first, without doubles."""
-    t = tables(instance, limit)
-    starts = list(family_starts(instance, problem, t, loops))
-    for merge in merge_choices(instance):
-        starts += block_starts(instance, t, loops, merge)
-    starts.sort(key=lambda start: start.time_s)
-    seen, kept = set(), []
-    for start in starts:
-        key = b"".join(order.tobytes() for order in start.orders)
-        if key not in seen:
-            seen.add(key)
-            kept.append(start)
-    return kept
+def _starts(problem: Problem, instance: Instance, loops: Loops, budget: Budget, seed: int) -> list[Start]:
+    """All constructions, best first, and, for many microbatches, a search of fewer that is extended."""
+    t = tables(instance)
+    starts = all_starts(instance, problem, t, loops)
+    microbatches = few(instance)
+    share = int(budget.moves * SHORT_SHARE)
+    if microbatches == instance.microbatches or not starts or not share:
+        return starts
+    short = shortened(instance, microbatches)
+    short_t = tables(short)
+    begin = all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
+    if not begin:
+        return starts
+    inner = Budget(share, budget.until_s)
+    best = improve(short, short_t, loops, begin, inner, seed)
+    budget.spent += inner.spent
+    starts += extended(instance, t, loops, short, short_t, best)
+    return sorted(starts, key=lambda start: start.time_s)
 
 
-def _excess(problem: Problem, instance: Instance, start: Start) -> Floats:
-    """Per lane: the bytes by which the simulator's peak is above the limit."""
-    if problem.limit_bytes is None:
-        return np.zeros(instance.lanes)
-    assert problem.costs is not None
-    excess = peaks(problem, schedule_of(instance, start.orders)) - np.array(problem.limit_bytes)
-    return np.where(excess > 1e-9 * np.array(problem.limit_bytes), excess, 0.0)
+def _choose(
+    problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops, budget: Budget, seed: int
+) -> Choice:
+    """One option for each stage, by what constructions, and for the best ones a short search, reach with it."""
+
+    speeds: dict[Choice, list[Speed]] = {}
+
+    def value(choice: Choice, near: Choice | None) -> float:
+        instance = Instance.of(chosen(problem, options, choice), objective)
+        t, tried = tables(instance), SPEEDS if near is None else speeds[near]
+        made = [one for merge in merge_choices(instance) for one in block_starts(instance, t, loops, merge, tried)]
+        made.sort(key=lambda one: one[1].time_s)
+        speeds[choice] = list(tried) if near else list(dict.fromkeys(speed for speed, _ in made))[:KEPT_SPEEDS]
+        return min((start.time_s for _, start in made), default=math.inf)
+
+    found = choices(problem.stages, tuple(options), value, lambda: time.perf_counter() < budget.until_s)
+    if not found:
+        raise _none_fits(problem, options, objective, loops)
+    uniform = [choice for choice in found if len(set(choice)) == 1]
+    racers = list(dict.fromkeys([*found[:KEPT_CHOICES], *uniform[:1]]))
+    share = int(budget.moves * CHOICE_SHARE) // len(racers)
+
+    def searched(choice: Choice) -> float:
+        instance = Instance.of(chosen(problem, options, choice), objective)
+        t, inner = tables(instance), Budget(share, budget.until_s)
+        time_s = improve(instance, t, loops, all_starts(instance, problem, t, loops), inner, seed).time_s
+        budget.spent += inner.spent
+        return time_s
+
+    return min(racers, key=searched)
+
+
+def _none_fits(problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops) -> ScheduleError:
+    """The error for the option that needs least."""
+    uniform = [chosen(problem, options, (name,) * problem.stages) for name in options]
+    instances = [Instance.of(one, objective) for one in uniform]
+    needs = [least_bytes(one, instance, loops).max() for one, instance in zip(uniform, instances, strict=True)]
+    least = int(np.argmin(needs))
+    return _too_tight(uniform[least], instances[least], loops)
 
 
 def _too_tight(problem: Problem, instance: Instance, loops: Loops) -> ScheduleError:
@@ -109,16 +171,16 @@ def _too_tight(problem: Problem, instance: Instance, loops: Loops) -> ScheduleEr
     )
 
 
-def _result(problem: Problem, instance: Instance, best: Start, spent: int) -> Fit:
+def _result(problem: Problem, instance: Instance, best: Start, choice: Choice, spent: int) -> Fit:
     schedule = schedule_of(instance, best.orders)
-    work_s = float(instance.work_s().max())
+    found: Floats = peaks(problem, schedule)
     return Fit(
         schedule=schedule,
         time_s=best.time_s,
-        bound_s=work_s,
-        bubble=1.0 - work_s / best.time_s,
-        recompute=(),
-        peak_bytes=tuple(peaks(problem, schedule).tolist()),
+        bound_s=min(lower_bound(instance).time_s, best.time_s),
+        bubble=1.0 - float(instance.work_s().max()) / best.time_s,
+        recompute=choice,
+        peak_bytes=tuple(found.tolist()),
         how=best.name,
         moves=spent,
     )

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.fit.arrays import Loops, tables
-from pipefit.schedule.fit.construct import built, merge_choices
+from pipefit.schedule.fit.construct import Start, built, merge_choices
 from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, W, schedule_of
 from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
@@ -23,6 +23,16 @@ def peaks(problem: Problem, schedule: Schedule) -> Floats:
     lowered = lower(schedule, problem.dag, problem.costs, reductions=(), optimizer=False)
     found: Floats = simulate(lowered, problem.costs).peak_bytes
     return found
+
+
+def excess(problem: Problem, instance: Instance, start: Start) -> Floats:
+    """Per lane: the bytes by which the peak is above the limit."""
+    over = np.zeros(instance.lanes)
+    if problem.limit_bytes is not None:
+        limit = np.array(problem.limit_bytes)
+        over = peaks(problem, schedule_of(instance, start.orders)) - limit
+        over[over <= 1e-9 * np.abs(limit)] = 0.0
+    return over
 
 
 def least_bytes(problem: Problem, instance: Instance, loops: Loops) -> Floats:

@@ -1,0 +1,81 @@
+"""Recomputation as a knob of each stage: which of several cost tables holds for it.
+
+Recomputing saves memory and takes time. A choice is one option name a stage; it begins uniform, then stages take
+another option if the orders that memory then allows are quicker; a short local search on the best choices decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+
+from pipefit.cost.types import ActionTable, CostTable
+from pipefit.errors import ScheduleError
+from pipefit.schedule.problem import Problem
+
+Choice: TypeAlias = tuple[str, ...]
+
+
+def chosen(problem: Problem, options: Mapping[str, CostTable], choice: Choice) -> Problem:
+    """The problem in which every stage has the costs of its choice."""
+    first = next(iter(options.values()))
+    shape = (problem.stages, problem.microbatches, problem.slices)
+    actions = {}
+    for name in first.actions:
+        columns = {}
+        for field in ("time_s", "held_bytes", "peak_bytes"):
+            by_option = {
+                option: np.broadcast_to(getattr(table.actions[name], field), shape) for option, table in options.items()
+            }
+            columns[field] = np.stack([by_option[option][stage] for stage, option in enumerate(choice)])
+        actions[name] = ActionTable(**columns)
+    return replace(problem, costs=replace(first, actions=actions))
+
+
+def check_options(options: Mapping[str, CostTable]) -> None:
+    """Raise ScheduleError where the tables cannot be mixed: none at all, or other actions in one than in another."""
+    kinds = {name: tuple(sorted(table.actions)) for name, table in options.items()}
+    if len(set(kinds.values())) != 1:
+        raise ScheduleError(
+            "The options of a schedule must be cost tables of the same actions.",
+            where="options",
+            seen="; ".join(f"{name}: {', '.join(found)}" for name, found in kinds.items()) or "none",
+            allowed="one cost table or more, each with F and with I, W or B",
+        )
+
+
+def choices(
+    stages: int,
+    names: Sequence[str],
+    value: Callable[[Choice, Choice | None], float],
+    still_going: Callable[[], bool],
+) -> list[Choice]:
+    """Good choices, best first: the uniform ones that fit, and what a search from each of them ends at, which gives
+    another option to the first so many stages, to the last, or to one. `value` of a choice, and of the uniform choice
+    that the search began with (None: it is that), is its time, inf where it does not fit."""
+    known = {choice: value(choice, None) for choice in ((name,) * stages for name in names)}
+    for start in [choice for choice, time_s in known.items() if math.isfinite(time_s)]:
+        best = start
+        better = len(names) > 1
+        while better and still_going():
+            better = False
+            for (low, high), name in product(_runs(stages), names):
+                other = (*best[:low], *(name,) * (high - low), *best[high:])
+                if other not in known and still_going():
+                    known[other] = value(other, start)
+                if known.get(other, math.inf) < known[best] * (1 - 1e-9):
+                    best, better = other, True
+        known[best] *= 1 - 1e-12  # the ends of searches before what they passed through
+    ends = [choice for choice, time_s in known.items() if math.isfinite(time_s)]
+    return sorted(ends, key=lambda choice: known[choice])
+
+
+def _runs(stages: int) -> list[tuple[int, int]]:
+    """[first, last) of the first so many stages, of the last, and of each one."""
+    ahead = [(0, stop) for stop in range(1, stages)]
+    return [*ahead, *((start, stages) for start in range(1, stages)), *((one, one + 1) for one in range(stages))]
