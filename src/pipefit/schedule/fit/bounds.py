@@ -4,18 +4,19 @@ Heads and tails. The **head** of an operation is a time before which it cannot s
 order of units on its stage, and memory (a stage that can hold K units starts the forward of unit j only when unit j - K
 is freed). The **tail** is the same backwards in time: what must pass between its end and the end.
 
-Idle time. Let a lane run from time 0 to C, and let A(t) be the most work that it can have done by time t: only operations
-with heads below t count, and at the last allocation before t the units that were begun and not freed fit in its memory.
-Then it idles at least t - A(t) by then. Let Z(t) be the same for the last t before C, from tails: units whose way back is
-wholly or partly in that window, and whose forward is not, were all held when the window began. Then C >= work + t - A(t)
-and C >= work + u - Z(u), and where a bound on C already tells that the two windows do not overlap, t + u <= C,
+Idle time. Let a lane run from time 0 to C, and let A(t) be the most work that it can have done by time t: only
+operations with heads below t count, and at the last allocation before t the units that were begun and not freed fit in
+its memory. Then it idles at least t - A(t) by then. Let Z(t) be the same for the last t before C, from tails: units
+whose way back is wholly or partly in that window, and whose forward is not, were all held when the window began. Then
+C >= work + t - A(t) and C >= work + u - Z(u), and where a bound on C already tells that the two windows do not overlap,
+t + u <= C,
 
     C >= work + (t - A(t)) + (u - Z(u)).
 
-In unit time, with k units of memory on the lanes of a V
-of d, the lane of the turn has t = 3 d - 1 (its first way back) with A <= k, and u = 3 d (from its last forward) with
-Z <= 2 k: 6 d - 3 k - 1 idle slots (Qi et al. 2024, arXiv 2405.15362). With one stage a lane, lane 0 has t =
-d F + (d - 1)(I + 2 transfers) and A <= k F: the chain of appendix B of the zero-bubble paper (arXiv 2401.10241).
+In unit time, with k units of memory on the lanes of a V of d, the lane of the turn has t = 3 d - 1 (its first way back)
+with A <= k, and u = 3 d (from its last forward) with Z <= 2 k: 6 d - 3 k - 1 idle slots (Qi et al. 2024, arXiv
+2405.15362). With one stage a lane, lane 0 has t = d F + (d - 1)(I + 2 transfers) and A <= k F: the chain of appendix B
+of the zero-bubble paper (arXiv 2401.10241).
 
 The span. Let S be the longest time from a lane's first operation to its last. On lane l, time counts from its first
 operation: heads are longest paths from the operations of l. Its end is S later, or earlier. What must still reach lane
@@ -151,7 +152,8 @@ def _paths(least: Least) -> Paths:
 def _in_order(head: Floats, duration: Floats) -> Floats:
     """Heads [..., unit] when unit j waits for unit j - 1, which takes `duration`."""
     done = np.concatenate([[0.0], np.cumsum(duration)[:-1]])
-    return np.maximum.accumulate(head - done, axis=-1) + done
+    found: Floats = np.maximum.accumulate(head - done, axis=-1) + done
+    return found
 
 
 def _sweep_heads(least: Least, paths: Paths) -> None:
@@ -186,7 +188,8 @@ def _sweep_tails(least: Least, paths: Paths) -> None:
             tail = np.maximum(tail, way + paths.from_back[:, instance.source[edge]])
         room = least.room[stage]
         if room < instance.units and instance.slices == 1:
-            # of the units from j on, one at least is freed before unit j + room begins; its way back starts at j's or later
+            # Of the units from j on, one at least is freed before unit j + room begins. Its way back starts with j's,
+            # or later.
             shortest = np.minimum.accumulate(least.whole[stage, ::-1])[::-1][: instance.units - room]
             freed_before = shortest + paths.from_forward[:, stage, room:]
             tail[:, : instance.units - room] = np.maximum(tail[:, : instance.units - room], freed_before)
@@ -203,7 +206,8 @@ def _sweep_tails(least: Least, paths: Paths) -> None:
 def _to_the_end(tail: Floats, duration: Floats) -> Floats:
     """Tails from starts, in turned order, when the end of one lies before the start of the one turned before it."""
     done = np.cumsum(duration)
-    return np.maximum.accumulate(tail - done, axis=-1) + done
+    found: Floats = np.maximum.accumulate(tail - done, axis=-1) + done
+    return found
 
 
 def _lane_bound(least: Least, paths: Paths, lane: int) -> Bound:
@@ -236,8 +240,8 @@ def _join(work: float, before: Windows, after: Windows) -> tuple[float, tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What one stage can do in a window at the beginning or the end of its lane, counted in units. Three operations of a
-    unit enter the window one after the other: F, the way back and W, or, from the end, W, the way back and F. The
+    """What one stage can do in a window at the beginning or the end of its lane, counted in units. Three operations of
+    a unit enter the window one after the other: F, the way back and W, or, from the end, W, the way back and F. The
     first holds memory, the last gives it back."""
 
     enter_s: tuple[Floats, Floats, Floats]
@@ -307,12 +311,9 @@ def _end(least: Least, paths: Paths, stage: int, shift: Floats) -> Side:
 def _after_back(least: Least, paths: Paths, stage: int) -> Floats:
     """[source, unit]: what must follow the end of a way back, its own W left out."""
     instance, order = least.instance, least.instance.backwards
-    inside = np.where(
-        np.isfinite(paths.from_back[:, stage]) & (instance.placement[stage] == np.arange(len(paths.back)))[:, None],
-        0.0,
-        -np.inf,
-    )
-    found: Floats = inside if instance.objective == "span" else np.zeros_like(inside)
+    found: Floats = np.zeros_like(paths.from_back[:, stage])
+    if instance.objective == "span":
+        found[np.arange(instance.lanes) != instance.placement[stage]] = -np.inf
     for edge in np.flatnonzero(instance.target == stage):
         found = np.maximum(found, paths.from_back[:, instance.source[edge]] + instance.backward_s[edge])
     found[:, order[:-1]] = np.maximum(found[:, order[:-1]], paths.from_back[:, stage, order[1:]])
