@@ -175,6 +175,18 @@ def test_without_root_or_iproute2_the_message_says_what_to_do(monkeypatch: pytes
     assert netns.why_not() == "not root"
 
 
+@needs_lab
+def test_a_kernel_that_lacks_something_is_found_before_a_lab_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, add = kernel_state(), netns.batch
+
+    def without_htb(command: list[str], lines: list[str]) -> None:
+        add(command, [line.replace("htb", "no-such-qdisc") for line in lines])
+
+    monkeypatch.setattr(netns, "batch", without_htb)
+    assert "qdisc kind is unknown" in netns.why_not()
+    assert kernel_state() == before
+
+
 def test_more_hosts_than_the_memory_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from pipefit.lab import launch
 
@@ -183,6 +195,17 @@ def test_more_hosts_than_the_memory_holds(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(LabError, match="4 ranks do not fit into the memory of this machine") as caught:
         launch.run(lab, ["true"])
     assert caught.value.allowed == "3 ranks" and "--devices" in str(caught.value.next_step)
+
+
+@needs_lab
+def test_settings_are_those_of_the_namespace_alone(lab: Lab) -> None:
+    def of(*before: str) -> str:
+        place = "/proc/sys/net/ipv4/tcp_congestion_control"
+        return subprocess.run([*before, "cat", place], capture_output=True, text=True, check=True).stdout.strip()
+
+    ours = of()
+    lifecycle.up(lab)
+    assert of(*netns.inside(lab.namespace(0))) == "reno" and of() == ours
 
 
 def test_the_same_file_has_one_name_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

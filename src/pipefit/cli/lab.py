@@ -14,6 +14,9 @@ from pipefit.errors import LabError
 
 ACTIONS = ("up", "run", "down", "check")
 
+LOADED = ("pipefit.run.launch", "pipefit.run.train", "pipefit.profile.session")
+"""What ranks of `pipefit train` and `pipefit profile` need, imported once for all of them."""
+
 
 def command(
     action: Annotated[str, typer.Argument(metavar="|".join(ACTIONS), help="What to do.")],
@@ -70,12 +73,13 @@ def _down(file: Path) -> int:
 
 def _run(file: Path, words: Sequence[str], devices: str, plan: Path | None) -> int:
     from pipefit.lab import lifecycle
-    from pipefit.lab.launch import run_judged
+    from pipefit.lab.launch import PRELOAD, run_judged
 
     lab = lifecycle.Lab.open(file)
     chosen = _devices(devices, plan)
+    preload = (*PRELOAD, *(LOADED if words[:1] == ["pipefit"] else ()))
     with lifecycle.use(lab):
-        result = run_judged(lab, words, devices=chosen, say=lambda line: print(line, flush=True))
+        result = run_judged(lab, words, devices=chosen, preload=preload, say=lambda line: print(line, flush=True))
     if result.pace:
         print(f"lab: {'valid' if result.valid else 'INVALID'}: {result.pace}", file=sys.stderr)
     return result.code

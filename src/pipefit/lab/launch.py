@@ -110,7 +110,7 @@ def run(
             "There is no command to run.", where="pipefit lab run", next_step="pipefit lab run FILE -- COMMAND"
         )
     ranks = ranks_of(lab, devices)
-    require_memory(lab.file, len(ranks), available_bytes(), str(lab.path))
+    require_memory(len(ranks), available_bytes(), str(lab.path))
     python = os.path.basename(command[0]) in ("pipefit", "python", "python3") or command[0] == sys.executable
     pipes = [os.pipe() for _ in ranks]
     orders = {

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from pipefit.cluster.topology import device_count
 from pipefit.codec import digest
 from pipefit.errors import LabError
 from pipefit.lab import netns, network
@@ -83,8 +84,7 @@ def state_folder() -> Path:
 def up(lab: Lab) -> None:
     """Make the lab, after removing what is left of an earlier one. On any failure or signal nothing is left behind."""
     netns.require()
-    count = len(lab.file.cluster.hosts)
-    require_memory(lab.file, count, available_bytes(), str(lab.path))
+    require_memory(device_count(lab.file.cluster), available_bytes(), str(lab.path))
     with _signals_stop(), _lock(lab.path):
         remove(lab.path)
         try:

@@ -128,7 +128,7 @@ def problems(lab: LabFile, where: str) -> Iterator[LabError]:
         )
 
 
-def require_memory(lab: LabFile, ranks: int, available_bytes: int, where: str) -> None:
+def require_memory(ranks: int, available_bytes: int, where: str) -> None:
     """Raises LabError where so many ranks would not fit into this machine's free memory."""
     if ranks * RANK_BYTES > available_bytes:
         raise LabError(
