@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipefit.layout import Group
 from pipefit.run.buckets import Bucket
+from pipefit.run.optimizer import run_elements
 
 
 def counts(bucket: Bucket, group: Group, device: int) -> bool:
@@ -25,9 +26,10 @@ def counts(bucket: Bucket, group: Group, device: int) -> bool:
 def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of flat pieces, float64, shape ()."""
     total = torch.zeros((), dtype=torch.float64, device=device)
+    run = run_elements(device)
     for piece in pieces:
-        if piece.numel():
-            total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+        for part in piece.split(run) if piece.numel() else ():
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
     return total
 
 
