@@ -38,6 +38,12 @@ class Speed(NamedTuple):
 SPEEDS = tuple(Speed(*values) for values in product((1.0, 1.25, 1.6, 2.1, 2.8, 3.8), (1.0, 1.2, 1.5, 2.0), (1.0, 1.06)))
 
 
+FEW_SPEEDS = tuple(
+    Speed(*values, 1.0) for values in ((1.0, 1.2), (1.25, 1.5), (1.6, 1.0), (2.1, 1.2), (2.8, 1.5), (3.8, 2.0))
+)
+"""For a quick look, from little memory to much."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Orders that fit in memory, with their time."""
@@ -89,6 +95,14 @@ def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Lo
         made = built(instance, t, loops, wish, merge)
         if made is not None:
             yield Start(made.time_s, f"{schedule.name} in memory", made.orders)
+
+
+def swept(instance: Instance, t: Tables, loops: Loops, orders: list[Ints]) -> State:
+    """The state of orders that can run to their ends, with its times."""
+    s = state(t, instance, orders)
+    ran = loops.sweep(t, s)
+    assert ran
+    return s
 
 
 def merged_stages(instance: Instance, orders: list[Ints]) -> NDArray[np.bool_]:

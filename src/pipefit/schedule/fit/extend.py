@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from pipefit.schedule.fit.arrays import Loops, state
-from pipefit.schedule.fit.construct import Start, built, merged_stages
+from pipefit.schedule.fit.arrays import Loops
+from pipefit.schedule.fit.construct import Start, built, merged_stages, swept
 from pipefit.schedule.fit.instance import Floats, I, Instance, W, backward_order
 from pipefit.schedule.fit.kernel import Tables
 
@@ -40,8 +40,7 @@ def shortened(instance: Instance, microbatches: int) -> Instance:
 
 def extended(instance: Instance, t: Tables, loops: Loops, short: Instance, short_t: Tables, best: Start) -> list[Start]:
     """Starts for the instance from orders for its first microbatches, best first."""
-    s = state(short_t, short, best.orders)
-    assert loops.sweep(short_t, s)
+    s = swept(short, short_t, loops, best.orders)
     begin = s.begin.reshape(3, short.stages, short.microbatches, short.slices).copy()
     gone = begin[W] >= 1e299
     back_s = short.time_s[I].reshape(begin[I].shape)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipefit.schedule.fit.arrays import Loops, state, trial
-from pipefit.schedule.fit.construct import Start, fits
+from pipefit.schedule.fit.construct import Start, fits, swept
 from pipefit.schedule.fit.instance import B, I, Instance, W
 from pipefit.schedule.fit.kernel import Tables
 
@@ -67,8 +67,7 @@ def run(
     instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int, whole: Budget | None = None
 ) -> Start:
     """One search from one start."""
-    s = state(t, instance, start.orders)
-    assert loops.sweep(t, s)
+    s = swept(instance, t, loops, start.orders)
     r = trial(t, s, seed)
     best, size = s.order.copy(), s.length.copy()
     mean = float(t.time[np.concatenate(start.orders)].mean())
@@ -89,8 +88,7 @@ def run(
             break
     if whole is not None:
         whole.spent += budget.spent
-    s = state(t, instance, [best[lane, : size[lane]].astype(np.int32) for lane in range(instance.lanes)])
-    assert loops.sweep(t, s)
+    s = swept(instance, t, loops, [best[lane, : size[lane]].astype(np.int32) for lane in range(instance.lanes)])
     if float(s.value[0]) > start.time_s:
         return start
     return Start(float(s.value[0]), start.name, [s.order[k, : s.length[k]].astype(np.int32) for k in range(len(size))])

@@ -52,13 +52,13 @@ def check_options(options: Mapping[str, CostTable]) -> None:
 def choices(
     stages: int,
     names: Sequence[str],
-    value: Callable[[Choice, Choice | None], float],
+    value: Callable[[Choice], float],
     still_going: Callable[[], bool],
 ) -> list[Choice]:
     """Good choices, best first: the uniform ones that fit, and what a search from each of them ends at, which gives
-    another option to the first so many stages, to the last, or to one. `value` of a choice, and of the uniform choice
-    that the search began with (None: it is that), is its time, inf where it does not fit."""
-    known = {choice: value(choice, None) for choice in ((name,) * stages for name in names)}
+    another option to the first so many stages, to the last, or to one. `value` of a choice is its time, inf where it
+    does not fit."""
+    known = {choice: value(choice) for choice in ((name,) * stages for name in names)}
     for start in [choice for choice, time_s in known.items() if math.isfinite(time_s)]:
         best = start
         better = len(names) > 1
@@ -67,7 +67,7 @@ def choices(
             for (low, high), name in product(_runs(stages), names):
                 other = (*best[:low], *(name,) * (high - low), *best[high:])
                 if other not in known and still_going():
-                    known[other] = value(other, start)
+                    known[other] = value(other)
                 if known.get(other, math.inf) < known[best] * (1 - 1e-9):
                     best, better = other, True
         known[best] *= 1 - 1e-12  # the ends of searches before what they passed through

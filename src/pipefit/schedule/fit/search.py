@@ -13,7 +13,7 @@ from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, tables
 from pipefit.schedule.fit.bounds import lower_bound
-from pipefit.schedule.fit.construct import SPEEDS, Speed, Start, all_starts, block_starts, merge_choices
+from pipefit.schedule.fit.construct import FEW_SPEEDS, Start, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours
 from pipefit.schedule.fit.instance import Floats, Instance, Objective, schedule_of
@@ -26,11 +26,11 @@ MOVES = 100_000
 """Moves of the local search that are tried by default."""
 REPAIRS = 8
 """Times that limits are tightened because of buffers before giving up."""
-KEPT_SPEEDS = 4
-"""Speeds of blocks that stages try their options with: the best of the best uniform choice."""
 KEPT_CHOICES = 3
 CHOICE_SHARE = 0.6
 """Of the moves, what goes into the choice of options: the best few, and the best uniform one."""
+LOOK = 600
+"""Moves that one choice of options is looked at with."""
 SHORT_SHARE = 0.25
 """Of the moves, what goes into a search with few microbatches where there are many."""
 
@@ -57,17 +57,20 @@ def fit(
     budget = Budget(moves, math.inf if seconds is None else time.perf_counter() + seconds)
     loops = compiled() if use_numba else PLAIN
     choice: Choice = ()
+    begin: Start | None = None
     if options is not None:
         check_options(options)
-        choice = _choose(problem, options, objective, loops, budget, seed)
+        choice, begin = _choose(problem, options, objective, loops, budget, seed)
         problem = chosen(problem, options, choice)
     instance = Instance.of(problem, objective)
-    best = _within_limits(problem, instance, loops, budget, seed)
+    best = _within_limits(problem, instance, loops, budget, seed, begin)
     del exact_seconds
     return _result(problem, instance, best, choice, budget.spent)
 
 
-def _within_limits(problem: Problem, instance: Instance, loops: Loops, budget: Budget, seed: int) -> Start:
+def _within_limits(
+    problem: Problem, instance: Instance, loops: Loops, budget: Budget, seed: int, begin: Start | None
+) -> Start:
     """The best orders found whose peaks, by the simulator, are within the limits. Where buffers go beyond them, the
     search works with as much less."""
     limit = instance.limit_bytes.copy()
@@ -76,22 +79,22 @@ def _within_limits(problem: Problem, instance: Instance, loops: Loops, budget: B
     for _ in range(REPAIRS):
         tight = replace(instance, limit_bytes=limit)
         t = tables(tight)
-        starts = _starts(problem, tight, loops, budget, seed) if safe is None else [safe]
+        starts = _starts(problem, tight, loops, budget, seed)
+        if begin is not None and fits(t, swept(tight, t, loops, begin.orders), begin.orders):
+            starts = sorted([begin, *starts], key=lambda start: start.time_s)
         if not starts:
             break
-        if safe is None:
-            over = excess(problem, instance, starts[0])
-            if (over > 0).any():
-                limit = limit - over
-                continue
-            safe = starts[0]
+        over = excess(problem, instance, starts[0])
+        if (over > 0).any():
+            limit = limit - over
+            continue
+        safe = starts[0]
         found = merge_neighbours(tight, t, loops, improve(tight, t, loops, starts, budget, seed))
         over = excess(problem, instance, found)
         if not (over > 0).any():
             return found
         limit = limit - over
         budget.moves = budget.spent + moves // 3
-        safe = None
     if safe is None:
         raise _too_tight(problem, instance, loops)
     return safe
@@ -119,18 +122,18 @@ def _starts(problem: Problem, instance: Instance, loops: Loops, budget: Budget, 
 
 def _choose(
     problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops, budget: Budget, seed: int
-) -> Choice:
-    """One option for each stage, by what constructions, and for the best ones a short search, reach with it."""
+) -> tuple[Choice, Start]:
+    """One option for each stage, by what a short search reaches with it, and the orders that it reached."""
 
-    speeds: dict[Choice, list[Speed]] = {}
-
-    def value(choice: Choice, near: Choice | None) -> float:
+    def value(choice: Choice) -> float:
         instance = Instance.of(chosen(problem, options, choice), objective)
-        t, tried = tables(instance), SPEEDS if near is None else speeds[near]
-        made = [one for merge in merge_choices(instance) for one in block_starts(instance, t, loops, merge, tried)]
-        made.sort(key=lambda one: one[1].time_s)
-        speeds[choice] = list(tried) if near else list(dict.fromkeys(speed for speed, _ in made))[:KEPT_SPEEDS]
-        return min((start.time_s for _, start in made), default=math.inf)
+        t = tables(instance)
+        made = [start for _, start in block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS)]
+        if not made:
+            return math.inf
+        inner = Budget(min(LOOK, budget.moves // 100), budget.until_s)
+        budget.spent += inner.moves
+        return improve(instance, t, loops, [min(made, key=lambda start: start.time_s)], inner, seed).time_s
 
     found = choices(problem.stages, tuple(options), value, lambda: time.perf_counter() < budget.until_s)
     if not found:
@@ -139,14 +142,14 @@ def _choose(
     racers = list(dict.fromkeys([*found[:KEPT_CHOICES], *uniform[:1]]))
     share = int(budget.moves * CHOICE_SHARE) // len(racers)
 
-    def searched(choice: Choice) -> float:
+    def searched(choice: Choice) -> tuple[Choice, Start]:
         instance = Instance.of(chosen(problem, options, choice), objective)
         t, inner = tables(instance), Budget(share, budget.until_s)
-        time_s = improve(instance, t, loops, all_starts(instance, problem, t, loops), inner, seed).time_s
+        start = improve(instance, t, loops, all_starts(instance, problem, t, loops), inner, seed)
         budget.spent += inner.spent
-        return time_s
+        return choice, start
 
-    return min(racers, key=searched)
+    return min(map(searched, racers), key=lambda one: one[1].time_s)
 
 
 def _none_fits(problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops) -> ScheduleError:
