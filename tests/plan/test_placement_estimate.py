@@ -14,13 +14,15 @@ from pipefit.cluster.measured import LinkCurve, Measured, RailCurve
 from pipefit.cost.network import Network
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.placement import Searcher
-from pipefit.plan.placement_arena import DEVICE, LOAD, SAVED, USED, VALUE, X
+from pipefit.plan.placement_arena import ARRIVED, DEVICE, LOAD, USED, VALUE, X
 from pipefit.plan.placement_links import TICK_S, link_arrays, links_differ
 from pipefit.plan.placement_starts import block_moves
 from pipefit.plan.placement_state import set_moves
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.times import left_to_reduce_s
 from pipefit.simulate import simulate
+
+FIELDS = (DEVICE, X, VALUE)
 
 
 def chain(stages: int, replicas: int | tuple[int, ...], microbatches: int = 8, **more: object) -> Decisions:
@@ -147,21 +149,23 @@ def test_changing_step_by_step_is_exactly_working_out_anew(name: str) -> None:
     searcher.estimate(question.devices)
     changed = 0
     for _ in range(200):
-        before = [searcher.arena.ints(field).copy() for field in (DEVICE, X, VALUE)]
-        count = run["propose"](random, arrays[0], arrays[2])
-        searcher.arena.put(SAVED, before[2])
-        run["exchange"](count, arrays[0], arrays[2])
+        before = [searcher.arena.ints(field).copy() for field in FIELDS]
+        count = run["propose"](random, *arrays)
+        run["keep_values"](arrays[0], arrays[2])
+        run["exchange"](0, count, arrays[0], arrays[2])
+        if arrays[2][ARRIVED]:
+            count = run["repair_both"](count, random, arrays[0], arrays[2])
         run["refresh"](count, *arrays)
-        after = [searcher.arena.ints(field).copy() for field in (DEVICE, X, VALUE)]
+        after = [searcher.arena.ints(field).copy() for field in FIELDS]
         assert sorted(after[0].tolist()) == sorted(question.devices.tolist())
         changed += bool((after[0] != before[0]).any())
         if changed % 3 == 0:
             run["take_back"](count, arrays[0], arrays[2])
-            for field, values in zip((DEVICE, X, VALUE), before, strict=True):
+            for field, values in zip(FIELDS, before, strict=True):
                 assert (searcher.arena.ints(field) == values).all(), "taking back leaves nothing behind"
             continue
         searcher.estimate(after[0])
-        for field, values in zip((DEVICE, X, VALUE), after, strict=True):
+        for field, values in zip(FIELDS, after, strict=True):
             used = int(searcher.arena.at[USED]) if field == VALUE else len(values)
             assert (searcher.arena.ints(field)[:used] == values[:used]).all()
     assert changed > 100

@@ -22,7 +22,6 @@ from pipefit.plan.placement_links import Ints
 from pipefit.plan.placement_paths import Paths
 from pipefit.plan.placement_shape import Question
 from pipefit.plan.placement_starts import (
-    Moves,
     block_moves,
     chain_order,
     cluster_order,
@@ -38,8 +37,8 @@ from pipefit.simulate import Timeline
 PROBES = 24
 """Paths that are looked for before the search begins, each with one entry of x made much larger."""
 
-CHUNK = 500
-"""Moves between two looks at the clock."""
+CHUNK = 2500
+"""Moves between two simulations, and looks at the clock."""
 
 COMPILED_FROM = 20_000
 """Moves from which it pays to import numba, and to compile on the first use on a machine."""
@@ -56,10 +55,6 @@ class Budget:
 
     moves: int = 100_000
     seconds: float | None = None
-    starts: int = 4
-    "Placements to start from, the best by the estimate."
-    rounds: int = 6
-    "Rounds of annealing after the starts, each with what the simulator said of the one before."
     seed: int = 0
 
 
@@ -74,10 +69,10 @@ class Placed:
     given_s: float
     "The same with the devices as they were given."
     moves: int
-    rounds: int
+    simulated: int
+    "Placements that were simulated."
     cuts: int
-    start: str
-    "The construction that the result grew from."
+    "Critical paths that were met."
 
 
 class Searcher:
@@ -91,6 +86,8 @@ class Searcher:
         self.known: set[bytes] = set()
         self.step_s: dict[bytes, float] = {}
         "Simulated times of the placements that were looked at."
+        self.best, self.best_s = question.devices, float("inf")
+        self.moves = 0
 
     @property
     def x(self) -> Ints:
@@ -110,6 +107,8 @@ class Searcher:
             step_s, weight, constant = self.paths.cut(self.x)
             self.add_cut(weight, constant)
             self.step_s[name] = step_s
+            if step_s < self.best_s:
+                self.best, self.best_s = device.copy(), step_s
         return self.step_s[name]
 
     def add_cut(self, weight: Ints, constant: int) -> None:
@@ -140,20 +139,40 @@ class Searcher:
         leading = self.arena.ints(WEIGHT).reshape(-1, CUTS)[:, self.arena.at[LEADING]]
         return float((leading * self.arena.ints(X)).sum())
 
-    def anneal(
-        self, device: Ints, moves: Moves, count: int, hot: float, cold: float, random: Ints, late: Callable[[], bool]
-    ) -> tuple[Ints, int]:
-        """(best placement by the estimate, moves made) of `count` moves from `device`, between these temperatures."""
-        best = np.array(device, dtype=np.int64)
-        set_moves(self.arena, moves)
-        control = np.array([hot, (cold / hot) ** (1.0 / max(1, count)), float(self.estimate(device))])
-        made = 0
-        while made < count and not (made and late()):
-            some = min(CHUNK, count - made)
-            arrays = (self.arena.whole, self.arena.real, self.arena.at)
-            self.run["anneal"](some, control, random, EXPONENTIAL, best, *arrays)
-            made += some
-        return best, made
+    def anneal(self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: Course) -> tuple[Ints, float]:
+        """(best placement, its simulated time) of an annealing from `start`. Every CHUNK moves the best placement since
+        the last time is simulated, and the estimate learns from it."""
+        question = self.question
+        set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
+        self.estimate(start)
+        hot = max(course.heat * self.placed_ticks(), 2.0)
+        factor = max(COLD, 1.0 / hot) ** (1.0 / max(1, course.moves))
+        arrays, temperature, made = (self.arena.whole, self.arena.real, self.arena.at), hot, 0
+        found, found_s = start, start_s
+        while made < course.moves and not (made and course.late()):
+            count = min(CHUNK, course.moves - made)
+            best, control = start.copy(), np.array([temperature, factor, np.inf])
+            self.run["anneal"](count, control, course.random, EXPONENTIAL, best, *arrays)
+            made, temperature = made + count, control[0]
+            if np.isfinite(control[2]):
+                now = self.arena.ints(DEVICE).copy()
+                step_s = self.simulate(best)
+                if step_s < found_s:
+                    found, found_s = best, step_s
+                self.estimate(now)
+        self.moves += made
+        return found, found_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """One annealing."""
+
+    moves: int
+    heat: float
+    "The first temperature, as a share of what transfers and collectives take of the estimate."
+    random: Ints
+    late: Callable[[], bool]
 
 
 def place(
@@ -179,60 +198,33 @@ def place(
 
     given = question.devices
     given_s = searcher.simulate(given)
-    searcher.probe(given)
     starts, racks = constructions(question)
-    ranked = sorted(((searcher.estimate(device), name) for name, device in starts.items()))
-    best, best_s, origin, made, rounds = given, given_s, "given", 0, 0
-    if question.shape.slots < 2:
-        ranked = []
-    random = np.array([12345 + budget.seed, 67890 + 7 * budget.seed], dtype=np.int64)
-    half = budget.moves // 2
-    tries = ranked[: budget.starts]
-    for _, name in tries:
-        found, more = _round(searcher, starts[name], racks, half // len(tries), 1.0, random, late)
-        made += more
-        for device, label in ((starts[name], name), (found, name)):
-            step_s = searcher.simulate(device)
-            if step_s < best_s:
-                best, best_s, origin = device, step_s, label
-        if late():
-            break
-    heat = 0.3
-    while tries and rounds < budget.rounds and not late():
-        found, more = _round(searcher, best, racks, half // budget.rounds, heat, random, late)
-        made, rounds, heat = made + more, rounds + 1, heat * 0.7
-        step_s = searcher.simulate(found)
-        if step_s < best_s:
-            best, best_s = found, step_s
+    if question.shape.slots > 1:
+        searcher.probe(given)
+        ranked = sorted(starts, key=lambda name: (searcher.estimate(starts[name]), name))[: STAGES[0][0]]
+        random = np.array([12345 + budget.seed, 67890 + 7 * budget.seed], dtype=np.int64)
+        lines = [(searcher.simulate(starts[name]), number, starts[name]) for number, name in enumerate(ranked)]
+        for count, share, heat in STAGES:
+            lines = sorted(lines, key=lambda line: line[:2])[:count]
+            moves = int(budget.moves * share / len(lines))
+            course = Course(moves=moves, heat=HOT * heat, random=random, late=late)
+            lines = [(*searcher.anneal(line[2], line[0], racks, course), line[1]) for line in lines]
+            lines = [(step_s, number, device) for device, step_s, number in lines]
     return Placed(
-        devices=tuple(best[: question.shape.slots].tolist()),
-        step_s=best_s,
+        devices=tuple(searcher.best[: question.shape.slots].tolist()),
+        step_s=searcher.best_s,
         given_s=given_s,
-        moves=made,
-        rounds=rounds,
-        cuts=int(searcher.arena.at[USED]),
-        start=origin,
+        moves=searcher.moves,
+        simulated=len(searcher.step_s),
+        cuts=len(searcher.known),
     )
 
 
-def _round(
-    searcher: Searcher,
-    device: Ints,
-    racks: Sequence[Sequence[int]],
-    count: int,
-    heat: float,
-    random: Ints,
-    late: Callable[[], bool],
-) -> tuple[Ints, int]:
-    question = searcher.question
-    moves = block_moves(device, question.shape, question.links, racks)
-    searcher.estimate(device)
-    hot = max(heat * HOT * searcher.placed_ticks(), 2.0)
-    return searcher.anneal(device, moves, count, hot, max(hot * COLD, 1.0), random, late)
+HOT, COLD = 0.04, 0.002
+"""The first temperature, as a share of what is placed; the last one, as a share of the first."""
 
-
-HOT, COLD = 0.02, 0.002
-"""The first temperature, as a share of what transfers and collectives take of the estimate; the last one, of that."""
+STAGES = ((6, 0.4, 1.0), (2, 0.3, 0.5), (1, 0.3, 0.25))
+"""How many placements are annealed, the best so far; with which part of the moves in all; from which part of HOT."""
 
 
 def constructions(question: Question) -> tuple[dict[str, Ints], list[list[int]]]:
@@ -246,6 +238,7 @@ def constructions(question: Question) -> tuple[dict[str, Ints], list[list[int]]]
         "nearest neighbours": chain_order(distance),
         "clusters": clustered,
         "spectral": spectral_order(distance),
+        "fastest first": np.argsort(np.median(distance, axis=1), kind="stable").tolist(),
     }
     per_host = int(np.bincount(links.host).min())
     starts: dict[str, Ints] = {"given": question.devices}

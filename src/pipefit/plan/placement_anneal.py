@@ -11,6 +11,7 @@ from typing import Any
 from pipefit.plan.placement_arena import (
     AIMED,
     ALLOWED,
+    ARRIVED,
     BLOCK_OF,
     BLOCK_SLOTS,
     BLOCK_START,
@@ -22,18 +23,25 @@ from pipefit.plan.placement_arena import (
     FIRST_LEVEL,
     FLOW_START,
     FLOWS,
+    HOST,
+    HOSTS,
+    KEEPS,
     KIND,
     KINDS,
     LANE_COUNT,
     LEADING,
     LEVELS,
+    MATRIX,
     MESSAGE_BUSY,
     MESSAGE_LATENCY,
     MOVED_DEVICE,
     MOVED_SLOT,
+    ORDER,
+    PER_BYTE,
     RACK_COUNT,
     RACK_DEVICES,
     RACK_SIZE,
+    RAIL,
     REPLICAS,
     SAVED,
     SHARDS,
@@ -52,7 +60,10 @@ from pipefit.plan.placement_arena import (
     WEIGHT,
     X,
 )
-from pipefit.plan.placement_kernel import exchange, largest, refresh
+from pipefit.plan.placement_kernel import exchange, exchange_back, largest, refresh, slot_cost
+
+REPAIRS = 16
+"""Pipelines that are tried when a device has come to a lane."""
 
 SWAP, CYCLE, REVERSE, ROTATE, LANES, LANE_RUN, TAILS, RACKS = range(8)
 """Kinds of moves: two blocks; three in a circle; a run of blocks backwards; a part of a run to another place in it;
@@ -76,9 +87,9 @@ def note(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
     return count + 1
 
 
-def slow_slot(random: Any, whole: Any, at: Any) -> int:
+def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
     """A slot of something that counts much now: of four entries of x the one with the largest part in the largest
-    cut; of a flow, an end of its slowest message; of a collective, any slot of its lane."""
+    cut; of a flow, an end of its slowest message; of a collective, an end of its slowest hop."""
     flows = at[FLOWS]
     entries = 2 * flows + at[TERMS]
     best, most = -1, 0
@@ -100,8 +111,22 @@ def slow_slot(random: Any, whole: Any, at: Any) -> int:
     lane = 0
     while whole[at[TERM_START] + lane + 1] <= best - 2 * flows:
         lane += 1
-    width = at[REPLICAS] * at[SHARDS]
-    return int(lane * width + draw(random, width))
+    return slow_hop(lane, random, whole, real, at)
+
+
+def slow_hop(lane: int, random: Any, whole: Any, real: Any, at: Any) -> int:
+    """The slot at an end of the slowest hop of one of the lane's rings."""
+    first = at[ORDER] + (lane * at[SHARDS] + draw(random, at[SHARDS])) * at[REPLICAS]
+    slowest, most = 0, -1.0
+    for i in range(at[REPLICAS]):
+        after = i + 1 if i + 1 < at[REPLICAS] else 0
+        a, b = whole[at[DEVICE] + whole[first + i]], whole[at[DEVICE] + whole[first + after]]
+        from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
+        link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * at[HOSTS] + from_host) * at[HOSTS] + to_host
+        if from_host != to_host and real[at[PER_BYTE] + link] > most:
+            slowest, most = i, real[at[PER_BYTE] + link]
+    end = (slowest + draw(random, 2)) % at[REPLICAS]
+    return int(whole[first + end])
 
 
 def put_block(count: int, level: int, to: int, source: int, whole: Any, at: Any) -> int:
@@ -114,14 +139,15 @@ def put_block(count: int, level: int, to: int, source: int, whole: Any, at: Any)
     return count
 
 
-def swap_blocks(level: int, random: Any, whole: Any, at: Any) -> int:
+def swap_blocks(level: int, random: Any, whole: Any, real: Any, at: Any) -> int:
     """Two blocks change places; often one of them is slow now."""
     blocks = whole[at[BLOCKS] + level]
     if draw(random, 1000) < at[AIMED]:
-        a = whole[at[BLOCK_OF] + level * at[DEVICES] + slow_slot(random, whole, at)]
+        a = whole[at[BLOCK_OF] + level * at[DEVICES] + slow_slot(random, whole, real, at)]
     else:
         a = draw(random, blocks)
     b = (a + 1 + draw(random, blocks - 1)) % blocks
+    at[ARRIVED] = int(level == 0 and at[SHARDS] == 1)
     return put_block(put_block(0, level, a, b, whole, at), level, b, a, whole, at)
 
 
@@ -138,7 +164,7 @@ def run_of_blocks(kind: int, level: int, random: Any, whole: Any, at: Any) -> in
     return count
 
 
-def move_blocks(kind: int, random: Any, whole: Any, at: Any) -> int:
+def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
     """One of the moves on blocks, at one of their levels."""
     level = 0
     if at[LEVELS] > 1 and draw(random, 1000) >= at[FIRST_LEVEL]:
@@ -147,7 +173,7 @@ def move_blocks(kind: int, random: Any, whole: Any, at: Any) -> int:
     if blocks < 2:
         return 0
     if kind == SWAP or blocks < 3:
-        return swap_blocks(level, random, whole, at)
+        return swap_blocks(level, random, whole, real, at)
     if kind == CYCLE:
         a = draw(random, blocks)
         b = (a + 1 + draw(random, blocks - 2)) % blocks
@@ -175,13 +201,51 @@ def move_lanes(kind: int, random: Any, whole: Any, at: Any) -> int:
     return count
 
 
-def move_tails(random: Any, whole: Any, at: Any) -> int:
-    """Two pipelines exchange their devices from some lane on, or on one lane."""
-    a = draw(random, at[REPLICAS])
-    b = (a + 1 + draw(random, at[REPLICAS] - 1)) % at[REPLICAS]
-    first = draw(random, at[LANE_COUNT])
-    last = at[LANE_COUNT] if draw(random, 2) == 0 else first + 1
+def repair(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
+    """After a device has come to `slot`: it changes places with the one of another pipeline on the same lane, if that
+    makes the slower of their messages fastest. Looks at up to REPAIRS pipelines. Only where a device is a block."""
+    lane, replicas = slot // at[REPLICAS], at[REPLICAS]
+    device = whole[at[DEVICE] + slot]
+    own = slot_cost(slot, device, whole, at)
+    best, gain = -1, 0
+    first = draw(random, replicas)
+    for i in range(min(replicas, REPAIRS)):
+        other = lane * replicas + (first + i) % replicas
+        stands = whole[at[DEVICE] + other]
+        before = max(own, slot_cost(other, stands, whole, at))
+        if other != slot and before > gain:
+            after = max(slot_cost(other, device, whole, at), slot_cost(slot, stands, whole, at))
+            if before - after > gain:
+                best, gain = other, before - after
+    if best < 0:
+        return count
+    more = note(count, slot, whole[at[DEVICE] + best], whole, at)
+    more = note(more, best, device, whole, at)
+    exchange(count, more, whole, at)
+    return more
+
+
+def repair_both(count: int, random: Any, whole: Any, at: Any) -> int:
+    """`repair` for the two slots of a swap of devices between lanes."""
+    one, other = whole[at[MOVED_SLOT]], whole[at[MOVED_SLOT] + 1]
+    if one // at[REPLICAS] != other // at[REPLICAS]:
+        for slot in (one, other):
+            if slot < at[SLOTS]:
+                count = repair(count, slot, random, whole, at)
+    return count
+
+
+def move_tails(random: Any, whole: Any, real: Any, at: Any) -> int:
+    """Two pipelines exchange their devices from some lane on, or on one lane; often where it is slow now. Every lane
+    keeps its devices, and so its rings."""
     width = at[REPLICAS] * at[SHARDS]
+    slot = draw(random, at[SLOTS])
+    if draw(random, 1000) < at[AIMED]:
+        slot = slow_slot(random, whole, real, at)
+    first, a = slot // width, slot % width // at[SHARDS]
+    b = (a + 1 + draw(random, at[REPLICAS] - 1)) % at[REPLICAS]
+    last = at[LANE_COUNT] if draw(random, 2) == 0 else first + 1
+    at[KEEPS] = 1
     count = 0
     for lane in range(first, last):
         for shard in range(at[SHARDS]):
@@ -204,8 +268,9 @@ def move_racks(random: Any, whole: Any, at: Any) -> int:
     return count
 
 
-def propose(random: Any, whole: Any, at: Any) -> int:
+def propose(random: Any, whole: Any, real: Any, at: Any) -> int:
     """Write a random move into `moved_slot` and `moved_device`; how many slots it changes, 0 for none."""
+    at[KEEPS], at[ARRIVED] = 0, 0
     number = draw(random, 1000)
     kind = 0
     while number >= whole[at[UNTIL] + kind]:
@@ -213,12 +278,12 @@ def propose(random: Any, whole: Any, at: Any) -> int:
     if kind == RACKS and at[RACK_COUNT] > 1:
         return move_racks(random, whole, at)
     if kind == TAILS and at[REPLICAS] > 1:
-        return move_tails(random, whole, at)
+        return move_tails(random, whole, real, at)
     if kind in (LANES, LANE_RUN) and at[LANE_COUNT] > 1:
         return move_lanes(kind, random, whole, at)
     if kind > ROTATE:
         kind = SWAP
-    return move_blocks(kind, random, whole, at)
+    return move_blocks(kind, random, whole, real, at)
 
 
 def may_move(count: int, whole: Any, at: Any) -> bool:
@@ -231,12 +296,19 @@ def may_move(count: int, whole: Any, at: Any) -> bool:
     return True
 
 
+def keep_values(whole: Any, at: Any) -> None:
+    """Remember the values of all cuts, for `take_back`."""
+    for cut in range(at[USED]):
+        whole[at[SAVED] + cut] = whole[at[VALUE] + cut]
+
+
 def take_back(count: int, whole: Any, at: Any) -> None:
     """Undo the last move."""
-    exchange(count, whole, at)
+    exchange_back(count, whole, at)
     for i in range(at[UNDO]):
         last = at[UNDO] - 1 - i
-        whole[at[X] + whole[at[UNDO_ENTRY] + last]] = whole[at[UNDO_X] + last]
+        entry = whole[at[UNDO_ENTRY] + last]
+        whole[at[X] + entry] = whole[at[UNDO_X] + last]
     for cut in range(at[USED]):
         whole[at[VALUE] + cut] = whole[at[SAVED] + cut]
 
@@ -258,13 +330,14 @@ def anneal(
     temperature, factor = control[0], control[1]
     for _ in range(count):
         temperature *= factor
-        changed = propose(random, whole, at)
+        changed = propose(random, whole, real, at)
         if changed == 0 or not may_move(changed, whole, at):
             continue
-        for cut in range(at[USED]):
-            whole[at[SAVED] + cut] = whole[at[VALUE] + cut]
+        keep_values(whole, at)
         leading = at[LEADING]
-        exchange(changed, whole, at)
+        exchange(0, changed, whole, at)
+        if at[ARRIVED] == 1:
+            changed = repair_both(changed, random, whole, at)
         refresh(changed, whole, real, at)
         new = largest(whole, at)
         if new <= now or new - now < temperature * exponential[draw(random, len(exponential))]:

@@ -25,41 +25,42 @@ from pipefit.plan.placement_links import Ints
     DEVICES, HOSTS, MATRICES, RAILS, SINGLE, KINDS,
     LANE_COUNT, REPLICAS, SHARDS, SLOTS, FLOWS, MESSAGES, TERMS, ENTRIES, CUT_ROOM,
     LEVELS, RACK_COUNT, RACK_SIZE, FIRST_LEVEL, AIMED,
-    STAMP, UNDO, USED, LEADING,
-) = range(24)  # fmt: skip
+    STAMP, UNDO, USED, LEADING, KEEPS, ARRIVED,
+) = range(26)  # fmt: skip
 """Numbers: sizes of the cluster and of the plan; what moves may do; and, changing as the search goes on, the number of
-the move, how many entries it changed, how many cuts count, which of them is the largest."""
+the move, how many entries it changed, how many cuts count, which of them is the largest, whether the move leaves every
+lane its devices, and whether it is a swap of two devices."""
 
-HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(24, 33)
+HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(26, 35)
 """Links: [device], [device], [rail], [rail], [matrix, host, host], [size, matrix, host, host], [host], [size, host],
 [device]. See `placement_links.Links`."""
 
-FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(33, 40)
+FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(35, 42)
 """Transfers: [flow + 1], [message] four times, [slot + 1], the messages of every slot."""
 
-TERM_START, PASSES, MORE, LINE_START, ROW_START, ROW_TIME, ALLOWED = range(40, 47)
+TERM_START, PASSES, MORE, LINE_START, ROW_START, ROW_TIME, ALLOWED = range(42, 49)
 """Lanes: [lane + 1], [term], [term], [term + 1], [lane + 1], [row, kind], [lane + 1, kind]. See `placement_shape`."""
 
-BLOCK_START, BLOCKS, BLOCK_WIDTH, BLOCK_SLOTS, BLOCK_OF, RACK_DEVICES, UNTIL = range(47, 54)
+BLOCK_START, BLOCKS, BLOCK_WIDTH, BLOCK_SLOTS, BLOCK_OF, RACK_DEVICES, UNTIL = range(49, 56)
 """Moves: [level] three times, [block, slot] of all levels, [level, slot], [rack, device], [kind of move]."""
 
-WEIGHT, CONSTANT = 54, 55
+WEIGHT, CONSTANT = 56, 57
 """Cuts: [entry, cut], [cut]."""
 
-DEVICE, SLOT_OF, MESSAGE_BUSY, MESSAGE_LATENCY, ORDER, X, VALUE, SAVED, LOAD = range(56, 65)
+DEVICE, SLOT_OF, MESSAGE_BUSY, MESSAGE_LATENCY, ORDER, X, VALUE, SAVED, LOAD = range(58, 67)
 """State: the device at every slot, the slot of every device, ticks of every message twice, [lane, shard, replica] the
-slots of a lane by device, [entry], [cut] twice (the second: before the move), [port] scratch, 0 between calls."""
+slots of a lane by device, [entry], [cut] twice (the second: before the move), [port] scratch, left 0."""
 
-MOVED_SLOT, MOVED_DEVICE, SEEN_FLOW, SEEN_LANE, FLOW_LIST, LANE_LIST, UNDO_ENTRY, UNDO_X = range(65, 73)
+MOVED_SLOT, MOVED_DEVICE, SEEN_FLOW, SEEN_LANE, FLOW_LIST, LANE_LIST, UNDO_ENTRY, UNDO_X = range(67, 75)
 """Scratch of a move: slots and their new devices, what was touched, what to undo."""
 
-PER_BYTE, INSIDE_PER_BYTE, LATENCY_FACTOR, BYTE_FACTOR, BYTES, SHARE, LINE_SHARE, LINE_BESIDE = range(73, 81)
+PER_BYTE, INSIDE_PER_BYTE, LATENCY_FACTOR, BYTE_FACTOR, BYTES, SHARE, LINE_SHARE, LINE_BESIDE = range(75, 83)
 """In `real`: [matrix, host, host], [host], [term] four times, [line] twice."""
 
-RING, LOAD_PER_BYTE = 81, 82
+RING, LOAD_PER_BYTE = 83, 84
 """In `real`: ten facts of the rings of a lane (`placement_kernel.ring_facts`), and [port] scratch."""
 
-COUNT = 83
+COUNT = 85
 
 
 @dataclass(frozen=True, slots=True)

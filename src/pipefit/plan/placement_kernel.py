@@ -27,6 +27,7 @@ from pipefit.plan.placement_arena import (
     INSIDE_BUSY,
     INSIDE_LATENCY,
     INSIDE_PER_BYTE,
+    KEEPS,
     KIND,
     KINDS,
     LANE_COUNT,
@@ -123,32 +124,45 @@ def ring_device(lane: int, shard: int, i: int, whole: Any, at: Any) -> int:
     return int(whole[at[DEVICE] + whole[at[ORDER] + (lane * at[SHARDS] + shard) * at[REPLICAS] + i]])
 
 
-def read_message(message: int, whole: Any, at: Any) -> None:
-    """Look up latency and busy time of a message between the devices that stand at its slots."""
-    a = whole[at[DEVICE] + whole[at[SOURCE] + message]]
-    b = whole[at[DEVICE] + whole[at[TARGET] + message]]
-    from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
-    size, hosts = whole[at[SIZE] + message], at[HOSTS]
-    busy, latency = 0, 0
+def link_ticks(a: int, b: int, size: int, whole: Any, at: Any) -> tuple[int, int]:
+    """(busy time of the ports, latency) of a message of that size from device `a` to device `b`."""
+    from_host, to_host, hosts = whole[at[HOST] + a], whole[at[HOST] + b], at[HOSTS]
     if from_host != to_host:
         matrix = whole[at[MATRIX] + whole[at[RAIL] + a]]
-        busy = whole[at[BUSY] + ((size * at[MATRICES] + matrix) * hosts + from_host) * hosts + to_host]
-        latency = whole[at[LATENCY] + (matrix * hosts + from_host) * hosts + to_host]
-    elif a != b:
-        busy = whole[at[INSIDE_BUSY] + size * hosts + from_host]
-        latency = whole[at[INSIDE_LATENCY] + from_host]
+        link = (matrix * hosts + from_host) * hosts + to_host
+        return whole[at[BUSY] + size * at[MATRICES] * hosts * hosts + link], whole[at[LATENCY] + link]
+    if a != b:
+        return whole[at[INSIDE_BUSY] + size * hosts + from_host], whole[at[INSIDE_LATENCY] + from_host]
+    return 0, 0
+
+
+def read_message(message: int, whole: Any, at: Any) -> None:
+    """Look up the times of a message between the devices that stand at its slots."""
+    a = whole[at[DEVICE] + whole[at[SOURCE] + message]]
+    b = whole[at[DEVICE] + whole[at[TARGET] + message]]
+    busy, latency = link_ticks(a, b, whole[at[SIZE] + message], whole, at)
     whole[at[MESSAGE_BUSY] + message] = busy
     whole[at[MESSAGE_LATENCY] + message] = latency
 
 
+def slot_cost(slot: int, device: int, whole: Any, at: Any) -> int:
+    """Ticks of the slowest message of a slot if that device stood there."""
+    most = 0
+    for entry in range(whole[at[SLOT_START] + slot], whole[at[SLOT_START] + slot + 1]):
+        message = whole[at[SLOT_MESSAGES] + entry]
+        source, target, size = whole[at[SOURCE] + message], whole[at[TARGET] + message], whole[at[SIZE] + message]
+        if source == slot:
+            busy, latency = link_ticks(device, whole[at[DEVICE] + target], size, whole, at)
+        else:
+            busy, latency = link_ticks(whole[at[DEVICE] + source], device, size, whole, at)
+        most = max(most, busy + latency)
+    return most
+
+
 def flow_port(flow: int, whole: Any, at: Any) -> int:
-    """Ticks until the busiest port of a flow is free: `cost.network.Network.transfer`."""
+    """Ticks until the busiest port of a flow is free, where messages share ports: `cost.network.Network.transfer`."""
     begin, end = whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]
     most = 0
-    if at[SINGLE] == 1:
-        for message in range(begin, end):
-            most = max(most, whole[at[MESSAGE_BUSY] + message])
-        return most
     for message in range(begin, end):
         busy = whole[at[MESSAGE_BUSY] + message]
         if busy > 0:
@@ -159,14 +173,6 @@ def flow_port(flow: int, whole: Any, at: Any) -> int:
         a = whole[at[DEVICE] + whole[at[SOURCE] + message]]
         b = whole[at[DEVICE] + whole[at[TARGET] + message]]
         clear_load(a, b, whole, at[LOAD], whole, at)
-    return most
-
-
-def flow_latency(flow: int, whole: Any, at: Any) -> int:
-    """Ticks of the longest latency of a flow."""
-    most = 0
-    for message in range(whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]):
-        most = max(most, whole[at[MESSAGE_LATENCY] + message])
     return most
 
 
@@ -184,38 +190,25 @@ def sort_rings(lane: int, whole: Any, at: Any) -> None:
             whole[j + 1] = slot
 
 
-def hop_latency(a: int, b: int, whole: Any, at: Any) -> int:
-    """Ticks of latency between two devices."""
-    from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
-    if from_host == to_host:
-        return int(whole[at[INSIDE_LATENCY] + from_host])
-    matrix = whole[at[MATRIX] + whole[at[RAIL] + a]]
-    return int(whole[at[LATENCY] + (matrix * at[HOSTS] + from_host) * at[HOSTS] + to_host])
-
-
-def hop_per_byte(a: int, b: int, whole: Any, real: Any, at: Any) -> float:
-    """Seconds a byte between two devices."""
-    from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
-    if from_host == to_host:
-        return float(real[at[INSIDE_PER_BYTE] + from_host])
-    matrix = whole[at[MATRIX] + whole[at[RAIL] + a]]
-    return float(real[at[PER_BYTE] + (matrix * at[HOSTS] + from_host) * at[HOSTS] + to_host])
-
-
 def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
     """Latency and load of the rings through every `step`-th device of the lane's sorted rings: flat for 1. Fills the
     facts 1 and 2 for step 1, else 8 and 9."""
     most, latency = 0.0, 0
-    replicas = at[REPLICAS]
+    hosts, replicas = at[HOSTS], at[REPLICAS]
     for shard in range(at[SHARDS]):
+        first = at[ORDER] + (lane * at[SHARDS] + shard) * replicas
         for i in range(replicas):
-            a = ring_device(lane, shard, i, whole, at)
-            b = ring_device(lane, shard, (i + step) % replicas, whole, at)
-            per_byte = hop_per_byte(a, b, whole, real, at)
+            after = i + step if i + step < replicas else i + step - replicas
+            a, b = whole[at[DEVICE] + whole[first + i]], whole[at[DEVICE] + whole[first + after]]
+            from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
+            if from_host == to_host:
+                wait, per_byte = whole[at[INSIDE_LATENCY] + from_host], real[at[INSIDE_PER_BYTE] + from_host]
+            else:
+                link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * hosts + from_host) * hosts + to_host
+                wait, per_byte = whole[at[LATENCY] + link], real[at[PER_BYTE] + link]
             if at[SINGLE] == 0:
                 per_byte = add_load(a, b, per_byte, real, at[LOAD_PER_BYTE], whole, at)
-            most = max(most, per_byte)
-            latency = max(latency, hop_latency(a, b, whole, at))
+            most, latency = max(most, per_byte), max(latency, wait)
     if at[SINGLE] == 0:
         for shard in range(at[SHARDS]):
             for i in range(replicas):
@@ -255,19 +248,17 @@ def ring_facts(lane: int, whole: Any, real: Any, at: Any) -> None:
     """Fill the facts: 0 hops, 1 latency, 2 seconds a byte of the flat rings; 3 devices on each host or 0; if not 0,
     4 hops, 5 latency, 6 seconds a byte inside the hosts, 7, 8 and 9 the same between them."""
     sort_rings(lane, whole, at)
-    real[at[RING]] = at[REPLICAS]
     ring_hops(lane, 1, whole, real, at)
-    per_host = ring_levels(lane, whole, real, at)
+    per_host = ring_levels(lane, whole, real, at) if at[SINGLE] == 0 else 0
+    real[at[RING]] = at[REPLICAS]
     real[at[RING] + 3] = per_host
     if per_host > 0:
+        ring_hops(lane, per_host, whole, real, at)
         real[at[RING] + 4] = per_host
         real[at[RING] + 7] = at[REPLICAS] // per_host
-        ring_hops(lane, per_host, whole, real, at)
 
 
-def pass_ticks(
-    first: int, total_bytes: float, latency_factor: float, byte_factor: float, whole: Any, real: Any, at: Any
-) -> float:
+def pass_ticks(first: int, total_bytes: float, latency_factor: float, byte_factor: float, real: Any, at: Any) -> float:
     """One pass of rings whose facts stand from `first` on: `cost.network.RingTime.pass_s`, in ticks."""
     facts = at[RING] + first
     hops = real[facts]
@@ -281,10 +272,11 @@ def term_ticks(term: int, whole: Any, real: Any, at: Any) -> int:
     """What is left of a collective, given the facts of its lane's rings: `cost.collectives`, `cost.overlap`."""
     total_bytes = real[at[BYTES] + term]
     latency_factor, byte_factor = real[at[LATENCY_FACTOR] + term], real[at[BYTE_FACTOR] + term]
-    one = pass_ticks(0, total_bytes, latency_factor, byte_factor, whole, real, at)
-    if real[at[RING] + 3] > 0:
-        across = pass_ticks(7, total_bytes / real[at[RING] + 3], latency_factor, byte_factor, whole, real, at)
-        one = min(one, across + pass_ticks(4, total_bytes, latency_factor, byte_factor, whole, real, at))
+    one = pass_ticks(0, total_bytes, latency_factor, byte_factor, real, at)
+    per_host = real[at[RING] + 3]
+    if per_host > 0:
+        across = pass_ticks(7, total_bytes / per_host, latency_factor, byte_factor, real, at)
+        one = min(one, across + pass_ticks(4, total_bytes, latency_factor, byte_factor, real, at))
     once = whole[at[PASSES] + term] * one + whole[at[MORE] + term]
     left = 0.0
     for line in range(whole[at[LINE_START] + term], whole[at[LINE_START] + term + 1]):
@@ -295,19 +287,27 @@ def term_ticks(term: int, whole: Any, real: Any, at: Any) -> int:
 def set_x(entry: int, ticks: int, whole: Any, at: Any) -> None:
     """Change one entry of x, and the value of every cut with it."""
     change = ticks - whole[at[X] + entry]
-    if change != 0:
-        whole[at[UNDO_ENTRY] + at[UNDO]] = entry
-        whole[at[UNDO_X] + at[UNDO]] = whole[at[X] + entry]
-        at[UNDO] += 1
-        whole[at[X] + entry] = ticks
-        for cut in range(at[USED]):
-            whole[at[VALUE] + cut] += whole[at[WEIGHT] + entry * at[CUT_ROOM] + cut] * change
+    if change == 0:
+        return
+    whole[at[UNDO_ENTRY] + at[UNDO]] = entry
+    whole[at[UNDO_X] + at[UNDO]] = whole[at[X] + entry]
+    at[UNDO] += 1
+    whole[at[X] + entry] = ticks
+    weights, values = at[WEIGHT] + entry * at[CUT_ROOM], at[VALUE]
+    for cut in range(at[USED]):
+        whole[values + cut] += whole[weights + cut] * change
 
 
 def refresh_flow(flow: int, whole: Any, at: Any) -> None:
-    """Work out one flow again."""
-    port = flow_port(flow, whole, at)
-    set_x(flow, port + flow_latency(flow, whole, at), whole, at)
+    """Work out one flow again: its whole time and its port time."""
+    begin, end = whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]
+    port, latency = 0, 0
+    for message in range(begin, end):
+        port = max(port, whole[at[MESSAGE_BUSY] + message])
+        latency = max(latency, whole[at[MESSAGE_LATENCY] + message])
+    if at[SINGLE] == 0:
+        port = flow_port(flow, whole, at)
+    set_x(flow, port + latency, whole, at)
     set_x(at[FLOWS] + flow, port, whole, at)
 
 
@@ -327,19 +327,36 @@ def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
         set_x(first + row, most, whole, at)
 
 
-def exchange(count: int, whole: Any, at: Any) -> None:
-    """Put `moved_device` into `moved_slot`, and what stood there into `moved_device`: twice is not at all."""
+def exchange(first: int, count: int, whole: Any, at: Any) -> None:
+    """Put `moved_device` into `moved_slot`, from entry `first` to `count`, and what stood there into `moved_device`."""
+    for i in range(first, count):
+        swap_in(i, whole, at)
+    for i in range(first, count):
+        read_slot(whole[at[MOVED_SLOT] + i], whole, at)
+
+
+def exchange_back(count: int, whole: Any, at: Any) -> None:
+    """Undo all exchanges of a move, the last one first: a slot may have been in several."""
     for i in range(count):
-        slot = whole[at[MOVED_SLOT] + i]
-        device = whole[at[MOVED_DEVICE] + i]
-        whole[at[MOVED_DEVICE] + i] = whole[at[DEVICE] + slot]
-        whole[at[DEVICE] + slot] = device
-        whole[at[SLOT_OF] + device] = slot
+        swap_in(count - 1 - i, whole, at)
     for i in range(count):
-        slot = whole[at[MOVED_SLOT] + i]
-        if slot < at[SLOTS]:
-            for entry in range(whole[at[SLOT_START] + slot], whole[at[SLOT_START] + slot + 1]):
-                read_message(whole[at[SLOT_MESSAGES] + entry], whole, at)
+        read_slot(whole[at[MOVED_SLOT] + i], whole, at)
+
+
+def swap_in(i: int, whole: Any, at: Any) -> None:
+    """One entry of a move: its device into its slot, and the other way round."""
+    slot = whole[at[MOVED_SLOT] + i]
+    device = whole[at[MOVED_DEVICE] + i]
+    whole[at[MOVED_DEVICE] + i] = whole[at[DEVICE] + slot]
+    whole[at[DEVICE] + slot] = device
+    whole[at[SLOT_OF] + device] = slot
+
+
+def read_slot(slot: int, whole: Any, at: Any) -> None:
+    """Look up all messages of a slot."""
+    if slot < at[SLOTS]:
+        for entry in range(whole[at[SLOT_START] + slot], whole[at[SLOT_START] + slot + 1]):
+            read_message(whole[at[SLOT_MESSAGES] + entry], whole, at)
 
 
 def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
@@ -353,7 +370,7 @@ def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
         slot = whole[at[MOVED_SLOT] + i]
         if slot < at[SLOTS]:
             lane = slot // width
-            if whole[at[SEEN_LANE] + lane] != stamp:
+            if at[KEEPS] == 0 and whole[at[SEEN_LANE] + lane] != stamp:
                 whole[at[SEEN_LANE] + lane] = stamp
                 whole[at[LANE_LIST] + lanes] = lane
                 lanes += 1

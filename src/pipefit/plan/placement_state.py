@@ -14,7 +14,7 @@ from pipefit.plan.placement_starts import Moves
 CUTS = 48
 """Critical paths that the estimate holds at most; the ones that matter least give way."""
 
-UNTIL = (450, 550, 650, 780, 820, 840, 960, 1000)
+UNTIL = (800, 900, 915, 930, 950, 960, 990, 1000)
 """Of 1,000 moves: swaps, cycles, runs backwards, parts of runs moved, lanes swapped, runs of lanes backwards, ends of
 pipelines exchanged, racks swapped."""
 
@@ -112,8 +112,8 @@ def _scratch(question: Question) -> dict[int, Ints]:
         names.VALUE: CUTS,
         names.SAVED: CUTS,
         names.LOAD: _ports(question),
-        names.MOVED_SLOT: devices + 1,
-        names.MOVED_DEVICE: devices + 1,
+        names.MOVED_SLOT: devices + 8,
+        names.MOVED_DEVICE: devices + 8,
         names.SEEN_FLOW: question.flows,
         names.SEEN_LANE: shape.lanes,
         names.FLOW_LIST: question.flows,
