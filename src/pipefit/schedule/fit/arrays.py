@@ -19,8 +19,8 @@ from pipefit.schedule.fit.instance import B, Floats, I, Instance, Ints
 from pipefit.schedule.fit.kernel import State, Tables, Trial
 
 
-def tables(instance: Instance, limit: Floats | None = None) -> Tables:
-    """The tables of an instance; `limit` in place of its own limits."""
+def tables(instance: Instance) -> Tables:
+    """The tables of an instance."""
     stages, units = instance.stages, instance.units
     operation = np.arange(4 * stages * units)
     kind, stage, unit = operation // (stages * units), operation // units % stages, operation % units
@@ -43,7 +43,7 @@ def tables(instance: Instance, limit: Floats | None = None) -> Tables:
     by_new = np.array(sorted(new, key=lambda slot: new[slot]), dtype=np.int64)
     whole = np.concatenate((instance.forward_s, instance.backward_s))
     port = np.concatenate((instance.forward_port_s, instance.backward_port_s))
-    limits = instance.limit_bytes if limit is None else limit
+    limits = instance.limit_bytes
     held = instance.held_bytes.reshape(-1)
     return Tables(
         lane=instance.placement[stage].astype(np.int64),

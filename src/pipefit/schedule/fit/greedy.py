@@ -61,10 +61,10 @@ def safe(t: Any, p: Any, lane: int, extra: int) -> bool:
         stage = p.held[k]
         for kind in range(3):
             p.count[kind * stages + stage] = p.done[kind * stages + stage]
-        if t.row[extra] == stage:
-            p.count[stage] += 1
-        if t.row[extra] == stages + stage:
-            p.count[stages + stage] += 1
+        if t.stage[extra] == stage:
+            p.count[t.row[extra]] += 1
+            if t.row[extra] == stages + stage and p.merge[stage]:
+                p.count[2 * stages + stage] += 1
         ahead = max(ahead, p.count[stage])
         back = min(back, p.count[stages + stage])
         for n in range(p.count[2 * stages + stage], p.count[stages + stage]):
@@ -134,7 +134,7 @@ def choose_next(t: Any, p: Any, wish: Any, lane: int) -> None:
                     best = (3 * stages + stage if kind == 1 and p.merge[stage] else row) * t.units + unit
                     first, start, least = key, time, wish[row, unit]
         p.best[lane], p.key[lane], p.at[lane] = best, first, start
-        if best < 0 or t.limit[lane] >= FAR or t.held[best] + t.need[best] <= 0.0:
+        if best < 0 or t.limit[lane] >= FAR or (t.held[best] <= 0.0 and t.need[best] <= 0.0):
             return
         if p.level[lane] + t.need[best] + p.reserve[lane] <= t.limit[lane] or safe(t, p, lane, best):
             return

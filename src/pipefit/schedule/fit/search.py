@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from pipefit.schedule.fit.bounds import lower_bound
 from pipefit.schedule.fit.construct import FEW_SPEEDS, Start, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours
-from pipefit.schedule.fit.instance import Floats, Instance, Objective, schedule_of
+from pipefit.schedule.fit.instance import Instance, Objective, schedule_of
 from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
 from pipefit.schedule.fit.result import Fit
-from pipefit.schedule.fit.verify import excess, least_bytes, peaks
+from pipefit.schedule.fit.verify import excess, least_bytes, least_held, one_by_one, peaks
 from pipefit.schedule.problem import Problem
 
 MOVES = 100_000
@@ -33,6 +33,18 @@ LOOK = 600
 """Moves that one choice of options is looked at with."""
 SHORT_SHARE = 0.25
 """Of the moves, what goes into a search with few microbatches where there are many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What the parts of one call share."""
+
+    problem: Problem
+    instance: Instance
+    loops: Loops
+    budget: Budget
+    seed: int
+    exact_seconds: float
 
 
 def fit(
@@ -63,45 +75,66 @@ def fit(
         choice, begin = _choose(problem, options, objective, loops, budget, seed)
         problem = chosen(problem, options, choice)
     instance = Instance.of(problem, objective)
-    best = _within_limits(problem, instance, loops, budget, seed, begin)
-    del exact_seconds
-    return _result(problem, instance, best, choice, budget.spent)
+    search = Search(problem, instance, loops, budget, seed, exact_seconds)
+    best, bound_s = _within_limits(search, begin)
+    return _result(search, best, max(bound_s, lower_bound(instance).time_s), choice)
 
 
-def _within_limits(
-    problem: Problem, instance: Instance, loops: Loops, budget: Budget, seed: int, begin: Start | None
-) -> Start:
-    """The best orders found whose peaks, by the simulator, are within the limits. Where buffers go beyond them, the
-    search works with as much less."""
-    limit = instance.limit_bytes.copy()
+def _within_limits(search: Search, begin: Start | None) -> tuple[Start, float]:
+    """The best orders found whose peaks, by the simulator, are within the limits, and a bound. Where buffers go beyond
+    the limits, the search works with as much less."""
+    instance, budget = search.instance, search.budget
+    limit, least = instance.limit_bytes.copy(), least_held(instance)
     moves = budget.moves
     safe: Start | None = None
     for _ in range(REPAIRS):
         tight = replace(instance, limit_bytes=limit)
         t = tables(tight)
-        starts = _starts(problem, tight, loops, budget, seed)
-        if begin is not None and fits(t, swept(tight, t, loops, begin.orders), begin.orders):
+        starts = _starts(search, tight)
+        if begin is not None and fits(t, swept(tight, t, search.loops, begin.orders), begin.orders):
             starts = sorted([begin, *starts], key=lambda start: start.time_s)
         if not starts:
             break
-        over = excess(problem, instance, starts[0])
-        if (over > 0).any():
-            limit = limit - over
-            continue
-        safe = starts[0]
-        found = merge_neighbours(tight, t, loops, improve(tight, t, loops, starts, budget, seed))
-        over = excess(problem, instance, found)
-        if not (over > 0).any():
-            return found
-        limit = limit - over
-        budget.moves = budget.spent + moves // 3
+        over = excess(search.problem, instance, starts[0])
+        if not over.any():
+            safe = starts[0]
+            found = improve(tight, t, search.loops, starts, budget, search.seed)
+            found = merge_neighbours(tight, t, search.loops, found)
+            over = excess(search.problem, instance, found)
+            if not over.any():
+                return _exactly(search, tight, found)
+            budget.moves = budget.spent + moves // 3
+        limit = np.maximum(limit - over, np.minimum(limit, least))
     if safe is None:
-        raise _too_tight(problem, instance, loops)
-    return safe
+        alone = [start for start in one_by_one(instance, search.loops) if not _exceeds(search, start)]
+        if not alone:
+            raise _too_tight(search.problem, instance, search.loops)
+        safe = min(alone, key=lambda start: start.time_s)
+    return safe, 0.0
 
 
-def _starts(problem: Problem, instance: Instance, loops: Loops, budget: Budget, seed: int) -> list[Start]:
+def _exceeds(search: Search, start: Start) -> bool:
+    return bool(excess(search.problem, search.instance, start).any())
+
+
+def _exactly(search: Search, tight: Instance, found: Start) -> tuple[Start, float]:
+    """What the exact solver makes of orders, and the bound that it proves where no limit was tightened."""
+    if not search.exact_seconds:
+        return found, 0.0
+    from pipefit.schedule.fit import exact
+
+    made = exact.improve(tight, found.orders, search.exact_seconds, search.seed)
+    better = replace(found, time_s=made.time_s, orders=made.orders, name=f"{found.name}, exact")
+    better = merge_neighbours(tight, tables(tight), search.loops, better)
+    if better.time_s < found.time_s and not _exceeds(search, better):
+        found = better
+    own = bool((tight.limit_bytes == search.instance.limit_bytes).all())
+    return found, made.bound_s if own else 0.0
+
+
+def _starts(search: Search, instance: Instance) -> list[Start]:
     """All constructions, best first, and, for many microbatches, a search of fewer that is extended."""
+    problem, loops, budget = search.problem, search.loops, search.budget
     t = tables(instance)
     starts = all_starts(instance, problem, t, loops)
     microbatches = few(instance)
@@ -114,7 +147,7 @@ def _starts(problem: Problem, instance: Instance, loops: Loops, budget: Budget, 
     if not begin:
         return starts
     inner = Budget(share, budget.until_s)
-    best = improve(short, short_t, loops, begin, inner, seed)
+    best = improve(short, short_t, loops, begin, inner, search.seed)
     budget.spent += inner.spent
     starts += extended(instance, t, loops, short, short_t, best)
     return sorted(starts, key=lambda start: start.time_s)
@@ -174,16 +207,15 @@ def _too_tight(problem: Problem, instance: Instance, loops: Loops) -> ScheduleEr
     )
 
 
-def _result(problem: Problem, instance: Instance, best: Start, choice: Choice, spent: int) -> Fit:
-    schedule = schedule_of(instance, best.orders)
-    found: Floats = peaks(problem, schedule)
+def _result(search: Search, best: Start, bound_s: float, choice: Choice) -> Fit:
+    schedule = schedule_of(search.instance, best.orders)
     return Fit(
         schedule=schedule,
         time_s=best.time_s,
-        bound_s=min(lower_bound(instance).time_s, best.time_s),
-        bubble=1.0 - float(instance.work_s().max()) / best.time_s,
+        bound_s=min(bound_s, best.time_s),
+        bubble=1.0 - float(search.instance.work_s().max()) / best.time_s,
         recompute=choice,
-        peak_bytes=tuple(found.tolist()),
+        peak_bytes=tuple(peaks(search.problem, schedule).tolist()),
         how=best.name,
-        moves=spent,
+        moves=search.budget.spent,
     )

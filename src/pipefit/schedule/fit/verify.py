@@ -38,15 +38,28 @@ def excess(problem: Problem, instance: Instance, start: Start) -> Floats:
 def least_bytes(problem: Problem, instance: Instance, loops: Loops) -> Floats:
     """Per lane: the peak when one microbatch runs after the other, which no schedule can go below; of split and merged
     backwards the better."""
+    found = [peaks(problem, schedule_of(instance, start.orders)) for start in one_by_one(instance, loops)]
+    least: Floats = np.array(found).min(axis=0)
+    return least
+
+
+def one_by_one(instance: Instance, loops: Loops) -> list[Start]:
+    """Orders in which one microbatch runs after the other, with split and with merged backwards."""
     found = []
     turn = np.arange(instance.units) // instance.slices * float(instance.time_s.sum())
     wish = np.tile(turn, (3 * instance.stages, 1))
     for merge in merge_choices(instance):
         limit = np.array([alone(instance, lane, merge) for lane in range(instance.lanes)]) * (1 + 1e-9)
-        made = built(instance, tables(instance, limit), loops, wish, merge)
+        made = built(instance, tables(replace(instance, limit_bytes=limit)), loops, wish, merge)
         assert made is not None
-        found.append(peaks(replace(problem, limit_bytes=None), schedule_of(instance, made.orders)))
-    least: Floats = np.array(found).min(axis=0)
+        found.append(replace(made, name="one microbatch after the other"))
+    return found
+
+
+def least_held(instance: Instance) -> Floats:
+    """Per lane: what one microbatch alone takes, without buffers."""
+    by_choice = [[alone(instance, lane, merge) for lane in range(instance.lanes)] for merge in merge_choices(instance)]
+    least: Floats = np.array(by_choice).min(axis=0)
     return least
 
 
