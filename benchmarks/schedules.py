@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="PATH", help="write the result there")
     arguments = parser.parse_args()
     if not SOLVER:
-        print("ortools is not installed: the rows of the exact solver are left out (pip install 'pipefit[ortools]')")
+        print("ortools is not installed: the rows of the exact solver are left out (pip install 'pipefit[exact]')")
     warm_up()
     result: Record = {"provenance": provenance(), "solver": SOLVER, "quick": arguments.quick}
     for name in arguments.only or PARTS:
