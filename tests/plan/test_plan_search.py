@@ -310,7 +310,7 @@ def test_a_schedule_that_no_candidate_can_have_says_why() -> None:
 
 
 def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the closed form does not see, the search leaves room for: it finds plans that its first cuts do not allow."""
+    """What the closed form does not see, the search leaves room for: plans that its first cuts do not allow."""
     pins, gained = {"schedule": "1f1b", "stages": 3, "recompute": ("none",), "microbatches": 8, "replicas": (1,)}, 0
     model, job = toy_model(8), Job(batch=8, sequence=512)
     for beyond in range(900_000, 1_900_000, 50_000):

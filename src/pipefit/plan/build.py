@@ -101,8 +101,11 @@ class Workbench:
         return make_parameters(self.module, parts.stages, self.programs, decisions.shards, zero1)
 
     def schedule(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Schedule:
-        """The order of the decided family for these parts, its transfers put in by the times of `costs`."""
-        return self.lowered(parts, decisions, computed_schedule(decisions.schedule, parts, costs), costs)
+        """The order of the decided family for these parts, its transfers put in by the times of `costs`. A family that
+        fits to memory gets that of the devices."""
+        devices = self.network.kinds
+        limits = [min(float(devices[d].memory_bytes) for d in group.devices) for group in parts.groups]
+        return self.lowered(parts, decisions, computed_schedule(decisions.schedule, parts, costs, limits), costs)
 
     def lowered(self, parts: Parts, decisions: Decisions, computed: Schedule, costs: CostTable | None) -> Schedule:
         """A computed order with its transfers, reductions and gathers put in."""

@@ -10,10 +10,11 @@ from pipefit.cluster.types import Cluster
 from pipefit.cost.roofline import LayerCosts
 from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
+from pipefit.plan.fitting import best_plans
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
-from pipefit.plan.search import Progress, search
+from pipefit.plan.search import Progress
 from pipefit.plan.sensitivity import sensitivity
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
@@ -40,7 +41,7 @@ def make_plan(
     """
     bench = Workbench(model, cluster, layers, name, cluster_source)
     pins = pins or {}
-    found = search(bench, job, pins, top, progress)
+    found = best_plans(bench, job, pins, top, progress)
     if not found.fitting:
         raise does_not_fit(bench, job, pins, found)
     best = found.fitting[0]
@@ -53,6 +54,8 @@ def make_plan(
     else:
         proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
     counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
+    if found.fitted:
+        counted += f"; {found.fitted} fitted orders beat all families of their time"
     prediction = replace(
         plan.prediction,
         binds=binds,

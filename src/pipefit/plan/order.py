@@ -15,16 +15,24 @@ from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
 
 
-def computed_schedule(family_name: str, parts: Parts, costs: CostTable | None) -> Schedule:
-    """The named family's order for these parts: compute actions only. Raises ScheduleError where it has none."""
-    problem = Problem(
+def computed_schedule(
+    family_name: str, parts: Parts, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
+) -> Schedule:
+    """The named family's order for these parts: compute actions only. `limit_bytes` of every lane matter to families
+    that fit to memory. Raises ScheduleError where it has none."""
+    return family(family_name)(order_problem(parts, costs, limit_bytes))
+
+
+def order_problem(parts: Parts, costs: CostTable | None, limit_bytes: Sequence[float] | None = None) -> Problem:
+    """What a schedule family is asked for these parts."""
+    return Problem(
         placement=parts.placement,
         microbatches=parts.microbatches,
         slices=len(parts.slices),
         edges=edge_keys(parts.edges),
         costs=costs,
+        limit_bytes=None if limit_bytes is None else tuple(limit_bytes),
     )
-    return family(family_name)(problem)
 
 
 def lower_for(

@@ -70,3 +70,5 @@ class Found:
     "The least bound of what was not looked at to its end; above the best time, unless the budget was spent."
     considered: int
     simulated: int
+    fitted: int = 0
+    "Orders that were made for a layout and beat every family."

@@ -46,7 +46,7 @@ EVEN, CUT, TABLE, SIMULATED = range(4)
 EXTRA_SIMULATIONS = 24
 """Simulations spent, after the best plan is known, on making the list of alternatives exact."""
 
-BUDGET = 400_000
+BUDGET = 200_000
 """Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
 DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
 

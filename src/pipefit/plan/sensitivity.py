@@ -16,8 +16,8 @@ from pipefit.cost.network import Network
 from pipefit.cost.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.plan.build import Workbench
+from pipefit.plan.fitting import best_plans
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.search import search
 from pipefit.plan.types import Job, Sensitivity
 from pipefit.simulate import simulate
 
@@ -38,7 +38,7 @@ def sensitivity(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evalu
         chosen = best.decisions
         held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
         try:
-            better = search(bench.on(cluster), job, held, top=1).fitting
+            better = best_plans(bench.on(cluster), job, held, top=1, layouts=1).fitting
         except PlanError:
             better = ()
         step_s = min((best.step_s, *(one.step_s for one in better)))

@@ -15,10 +15,10 @@ from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.types import Job
+from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 
-RECOMPUTE = (("none",), ("selective",), ("full",))
+RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,9 @@ def space(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, An
 
 
 def layouts(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
-    """Every layout, in a fixed order."""
+    """Every layout, in a fixed order. A pinned `fit` is no family of its own: it gets the layouts of all (see
+    `plan/fitting.py`)."""
+    pins = families_only(pins)
     shards = pins.get("shards", (1,))
     for replicas, lanes in _grids(job, layers, devices, pins):
         many = len(replicas) > 1
@@ -70,6 +72,11 @@ def layouts(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, 
                     inner=inner,
                 )
                 yield Layout(decisions, able)
+
+
+def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The pins of a search over families: all but `schedule=fit`."""
+    return {key: value for key, value in pins.items() if (key, value) != ("schedule", "fit")}
 
 
 def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -145,6 +152,7 @@ def _lanes_for(stages: int, pins: Mapping[str, Any]) -> int:
 
 def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> None:
     """Raises PlanError where the pins leave nothing to consider, with the reason."""
+    pins = families_only(pins)
     microbatches = pins.get("microbatches", 1)
     if job.batch % microbatches:
         raise PlanError(

@@ -1,0 +1,202 @@
+"""Memory as a continuous trade: for the most promising layouts, the best order that fits in the memory that is left.
+
+The search compares schedule families, each of which needs the memory that it needs. Here a short list of its layouts
+(replicas, lanes, microbatches, ZeRO-1, device order, cuts) gets an order made for it (`pipefit.schedule.fit`), under
+its own cost tables and within what every lane's devices have; every stage chooses whether and what it recomputes. The
+simulator decides, on the lowered lanes, as it does about families. Everything is counted in moves, not in seconds,
+so the plan is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from pipefit.cost.table import cost_table
+from pipefit.cost.types import CostTable
+from pipefit.cost.work import PipelineWork
+from pipefit.errors import ScheduleError
+from pipefit.plan.bounds import table_bound_s
+from pipefit.plan.build import Workbench
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.order import order_problem
+from pipefit.plan.outcome import Evaluated, Found
+from pipefit.plan.predict import lane_limits
+from pipefit.plan.search import Progress, search, simulated
+from pipefit.plan.space import RECOMPUTE
+from pipefit.plan.types import Job, Recompute
+from pipefit.plan.work import Parts, pipeline_work
+from pipefit.simulate import simulate
+
+FIT = "fit"
+
+GAIN = 1e-3
+"""A fitted order must be faster by this part than the best family, whose order everybody knows."""
+
+HOPE = 0.1
+"""How much a layout's family may lie behind the best one, as a part of it, for its layout to get a fitted order."""
+
+POOL = 10
+"""Layouts whose bounds are worked out."""
+
+LAYOUTS, ACTIONS = 4, 5_000
+"""Layouts that get fitted orders: at most so many, fewer where they have many actions together."""
+
+MANY = 3_000
+"""Actions of a layout above which only its own way of recomputing is fitted."""
+
+MOVES, WORK = (2_000, 20_000), 15_000_000
+"""Moves of one fit: WORK over the actions, within these limits. The time of a move grows with the actions."""
+
+TIGHTER = 4
+"""How often an order is fitted again because lowering took memory that it did not count."""
+
+
+def best_plans(
+    bench: Workbench,
+    job: Job,
+    pins: Mapping[str, Any],
+    top: int = 5,
+    progress: Progress | None = None,
+    layouts: int = LAYOUTS,
+) -> Found:
+    """What the search finds, and the fitted orders that beat it. With `schedule=fit` pinned, fitted orders alone."""
+    found = search(bench, job, pins, top, progress)
+    pinned = pins.get("schedule") == FIT
+    if pins.get("schedule", FIT) != FIT:
+        return found
+    fitted: list[Evaluated] = []
+    for tables in _short_list(bench, job, pins, found, layouts):
+        best_s = min((one.step_s for one in (*found.fitting[:1], *fitted)), default=float("inf"))
+        one = fit_layout(bench, tables)
+        if one is not None and (pinned or one.step_s < best_s * (1 - GAIN)):
+            fitted.append(one)
+    others = [_renamed(one) for one in found.fitting] if pinned else found.fitting
+    fitting = sorted((*others, *fitted), key=lambda one: one.rank)
+    return replace(found, fitting=tuple(fitting), fitted=len(fitted))
+
+
+def choices(pins: Mapping[str, Any], layout: Decisions) -> list[tuple[Recompute, ...]]:
+    """The ways of recomputing that a layout may choose from; one that varies by stage is kept."""
+    if "recompute" in pins:
+        return [pins["recompute"]]
+    return [layout.recompute, *(one for one in RECOMPUTE if one != layout.recompute)]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layout with one way of recomputing, ready to be fitted."""
+
+    bound_s: float
+    "No order of it takes less, whatever the memory."
+    decisions: Decisions
+    parts: Parts
+    work: PipelineWork
+    costs: CostTable
+
+
+def tables_of(
+    bench: Workbench, job: Job, layout: Decisions, recomputes: Sequence[tuple[Recompute, ...]]
+) -> list[Choice]:
+    """The choices of a layout with cuts, the one with the least bound first."""
+    found = []
+    for recompute in recomputes:
+        decisions = replace(layout, schedule=FIT, recompute=recompute)
+        parts = bench.parts(job, decisions)
+        work = pipeline_work(parts, bench.programs)
+        costs = cost_table(work, bench.network, bench.layers)
+        found.append(
+            Choice(table_bound_s(costs, parts.placement, parts.microbatches, FIT), decisions, parts, work, costs)
+        )
+    return sorted(found, key=lambda one: one.bound_s)
+
+
+def fit_layout(
+    bench: Workbench,
+    tables: Sequence[Choice],
+    limits: Sequence[float] | None = None,
+    moves: int | None = None,
+) -> Evaluated | None:
+    """The best order found for a layout, every stage recomputing by one of the choices; lowered and simulated. None
+    where no order fits. `limits` of every lane, default those of its devices."""
+    from pipefit.schedule.fit import fit
+
+    limits = lane_limits(tables[0].work, bench.network) if limits is None else limits
+    room = list(limits)
+    count = moves_for(_actions(tables[0].parts)) if moves is None else moves
+    options = {one.decisions.recompute[0]: one.costs for one in tables} if len(tables) > 1 else None
+    for _ in range(TIGHTER):
+        try:
+            made = fit(order_problem(tables[0].parts, tables[0].costs, room), moves=count, options=options)
+        except ScheduleError:
+            return None
+        choice = _chosen(bench, tables, made.recompute)
+        one = simulated(bench, choice.decisions, choice.parts, choice.work, choice.costs, made.schedule)
+        over = [float(peak) - limit for peak, limit in zip(one.simulation.timeline.peak_bytes, limits, strict=True)]
+        if max(over) <= 0:
+            return one
+        room = [limit - max(0.0, more) for limit, more in zip(room, over, strict=True)]
+    return None
+
+
+def _chosen(bench: Workbench, tables: Sequence[Choice], recompute: Sequence[str]) -> Choice:
+    """The layout with what every stage took."""
+    if len(tables) == 1:
+        return tables[0]
+    for one in tables:
+        if {*recompute} == {*one.decisions.recompute}:
+            return one
+    taken = cast(tuple[Recompute, ...], tuple(recompute))
+    return tables_of(bench, tables[0].parts.job, tables[0].decisions, [taken])[0]
+
+
+def moves_for(actions: int) -> int:
+    """Moves of a fit of so many actions."""
+    return max(MOVES[0], min(MOVES[1], WORK // max(actions, 1)))
+
+
+def _short_list(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int) -> list[list[Choice]]:
+    """Layouts whose bound leaves something to win, the most promising first: those of the best families, and of plans
+    that would be faster but lack memory, put back by what they lack."""
+    best_s = found.fitting[0].step_s if found.fitting else float("inf")
+    scored = [(one.step_s, 1.0, one.decisions) for one in found.fitting if one.step_s <= best_s * (1 + HOPE)]
+    for misfit in found.misfits:
+        if misfit.bound_s < best_s:
+            scored.append((misfit.bound_s, max(1.0, misfit.peak_bytes / misfit.limit_bytes), misfit.decisions))
+    ready: list[tuple[float, int, list[Choice]]] = []
+    seen: set[Decisions] = set()
+    for step_s, lack, decisions in sorted(scored, key=lambda one: (one[1] > 1, one[0] * one[1])):
+        key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
+        if key in seen or len(seen) >= POOL or (decisions.lanes == 1 and pins.get("schedule") != FIT):
+            continue
+        seen.add(key)
+        tables = tables_of(bench, job, decisions, choices(pins, decisions))
+        own = next(one.bound_s for one in tables if one.decisions.recompute == decisions.recompute)
+        score = max(step_s, own) * lack
+        if _actions(tables[0].parts) > MANY:
+            tables = [one for one in tables if one.decisions.recompute == decisions.recompute]
+        if tables[0].bound_s < best_s and score <= best_s * (1 + HOPE):
+            ready.append((score, len(ready), tables))
+    result: list[list[Choice]] = []
+    actions = 0
+    for _, _, tables in sorted(ready, key=lambda one: one[:2]):
+        result.append(tables)
+        actions += _actions(tables[0].parts)
+        if len(result) >= most or actions >= ACTIONS:
+            break
+    return result
+
+
+def _actions(parts: Parts) -> int:
+    return 3 * len(parts.stages) * parts.microbatches * len(parts.slices)
+
+
+def _renamed(one: Evaluated) -> Evaluated:
+    """A family's plan as the fitted one: what `--fix schedule=fit` must not be slower than."""
+    named = replace(one.simulation.timeline.schedule, name=FIT)
+    return replace(
+        one,
+        decisions=replace(one.decisions, schedule=FIT),
+        simulation=replace(one.simulation, timeline=simulate(named, one.simulation.costs)),
+    )
