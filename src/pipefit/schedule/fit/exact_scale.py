@@ -1,0 +1,221 @@
+"""An instance in whole numbers, for solvers that know no others, and the earliest times of an order in it.
+
+The three **nodes** of a unit on a stage are its forward, its way back (I, or B where I and W are merged) and its W, as
+integers (node kind * stages + stage) * units + unit. Where one quantum divides all times, they are exact. Otherwise a
+quantum is chosen, and times are rounded to the nearest whole number of quanta (for searching: the simulator has the
+last word) or down (for bounds: no time and no distance in it is above the true one, so no optimum is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.schedule.fit.instance import B, F, I, Instance, Ints, W
+
+Whole = NDArray[np.int64]
+
+FORWARD, BACK, WEIGHT = range(3)
+
+FINEST = 20_000
+"""Quanta in the longest lane's work where no quantum divides all times."""
+
+FINEST_MEMORY = 1_000_000
+"""Quanta in the largest limit where no quantum divides all memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """An instance in whole quanta of time and of memory."""
+
+    instance: Instance
+    quantum_s: float
+    exact: bool
+    "Whether every time is a whole number of quanta."
+    time: Whole
+    "[kind, stage, unit], as in the instance."
+    forward: Whole
+    "[edge, unit]."
+    backward: Whole
+    held: Whole
+    "[kind, stage, unit]."
+    passing: Whole
+    limit: Whole
+    "Per lane; -1 is no limit. As many quanta above the true one as rounding may have added."
+    position: Ints
+    "[unit]: its place in the order of backwards."
+
+    @staticmethod
+    def of(instance: Instance, down: bool = False) -> Scaled:
+        """Whole numbers for an instance: nearest, or all times rounded down."""
+        times = (instance.time_s, instance.forward_s, instance.backward_s)
+        longest = float(instance.work_s().max())
+        quantum, exact = common_quantum(np.concatenate([each.ravel() for each in times]), longest / FINEST)
+
+        def rounded(array: NDArray[np.float64]) -> Whole:
+            lower = np.floor(array / quantum + 1e-6) if down and not exact else np.rint(array / quantum)
+            return lower.astype(np.int64)
+
+        finite = instance.limit_bytes[np.isfinite(instance.limit_bytes)]
+        memory = np.concatenate([instance.held_bytes.ravel(), instance.passing_bytes.ravel()])
+        largest = float(max(np.abs(memory).max(), finite.max(initial=0.0), 1e-300))
+        grain, even = common_quantum(memory, largest / FINEST_MEMORY)
+        slack = 0 if even else 6 * instance.units
+        limit = np.full(instance.lanes, -1, dtype=np.int64)
+        bounded = np.isfinite(instance.limit_bytes)
+        limit[bounded] = np.floor(instance.limit_bytes[bounded] / grain * (1 + 1e-9) + 1e-6).astype(np.int64) + slack
+        return Scaled(
+            instance=instance,
+            quantum_s=quantum,
+            exact=exact,
+            time=rounded(times[0]),
+            forward=rounded(times[1]),
+            backward=rounded(times[2]),
+            held=np.rint(instance.held_bytes / grain).astype(np.int64),
+            passing=np.rint(instance.passing_bytes / grain).astype(np.int64),
+            limit=limit,
+            position=np.argsort(instance.backwards).astype(np.int32),
+        )
+
+    @property
+    def slack(self) -> int:
+        """Quanta by which rounding may have moved the objective below a true bound."""
+        return 0 if self.exact else 4 * self.instance.stages + 2 * self.instance.units + 8
+
+    def node(self, kind: int, stage: int, unit: int) -> int:
+        return (kind * self.instance.stages + stage) * self.instance.units + unit
+
+    def parts(self, node: int) -> tuple[int, int, int]:
+        """(node kind, stage, unit)."""
+        row, unit = divmod(node, self.instance.units)
+        return row // self.instance.stages, row % self.instance.stages, unit
+
+    def duration(self, kind: int, stage: int, unit: int, merged: bool) -> int:
+        """Of a node; a W that is merged takes no time."""
+        if kind == BACK:
+            return int(self.time[B if merged else I, stage, unit])
+        return int(self.time[F, stage, unit] if kind == FORWARD else 0 if merged else self.time[W, stage, unit])
+
+    def before(self, kind: int, stage: int, unit: int) -> list[tuple[int, int]]:
+        """(node, distance from its end) of everything that a node waits for on account of data."""
+        instance = self.instance
+        if kind == WEIGHT:
+            return [(self.node(BACK, stage, unit), 0)]
+        if kind == FORWARD:
+            edges = np.flatnonzero(instance.target == stage)
+            return [
+                (self.node(FORWARD, int(instance.source[edge]), unit), int(self.forward[edge, unit])) for edge in edges
+            ]
+        edges = np.flatnonzero(instance.source == stage)
+        found = [(self.node(BACK, int(instance.target[edge]), unit), int(self.backward[edge, unit])) for edge in edges]
+        return [(self.node(FORWARD, stage, unit), 0), *found]
+
+
+def common_quantum(values: NDArray[np.float64], finest: float) -> tuple[float, bool]:
+    """(quantum, whether all values are whole numbers of it), no smaller than `finest`, which is taken if none is."""
+    distinct = np.unique(np.abs(values))
+    distinct = distinct[distinct > 0]
+    if not len(distinct):
+        return finest or 1.0, True
+    tolerance = float(distinct[-1]) * 1e-9
+    quantum = float(distinct[0])
+    for value in distinct.tolist():
+        rest = value
+        while rest > tolerance:
+            quantum, rest = rest, quantum % rest
+            if quantum - rest < tolerance:
+                rest = 0.0
+        if quantum < finest:
+            return finest, False
+    multiples = distinct / quantum
+    quantum = float((distinct / np.maximum(np.rint(multiples), 1)).mean())
+    off = np.abs(distinct / quantum - np.rint(distinct / quantum)).max()
+    return (quantum, True) if off < 1e-6 else (finest, False)
+
+
+def nodes_of(scaled: Scaled, orders: Sequence[Ints]) -> tuple[list[list[int]], NDArray[np.bool_]]:
+    """(nodes of every lane in order, [stage, unit] whether merged) of orders of operations."""
+    instance = scaled.instance
+    merged = np.zeros((instance.stages, instance.units), dtype=np.bool_)
+    lanes = []
+    for order in orders:
+        lane = []
+        for operation in order.tolist():
+            kind, stage, unit = instance.parts(operation)
+            merged[stage, unit] |= kind == B
+            lane.append(scaled.node((FORWARD, BACK, WEIGHT, BACK)[kind], stage, unit))
+        lanes.append(lane)
+    return lanes, merged
+
+
+def orders_from(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> list[Ints]:
+    """The inverse of `nodes_of`. W's of a stage take their units in the order of backwards."""
+    instance = scaled.instance
+    waiting = {
+        stage: [int(unit) for unit in instance.backwards if not merged[stage, unit]] for stage in range(instance.stages)
+    }
+    orders = []
+    for lane in lanes:
+        row = []
+        for node in lane:
+            kind, stage, unit = scaled.parts(node)
+            if kind == WEIGHT:
+                row.append(instance.operation(W, stage, waiting[stage].pop(0)))
+            else:
+                row.append(instance.operation(F if kind == FORWARD else B if merged[stage, unit] else I, stage, unit))
+        orders.append(np.array(row, dtype=np.int32))
+    return orders
+
+
+def earliest(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> dict[int, int] | None:
+    """The earliest start of every node in these orders; None if they contradict the dependencies."""
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    cursor, free = [0] * len(lanes), [0] * len(lanes)
+    moved = True
+    while moved:
+        moved = False
+        for place, lane in enumerate(lanes):
+            while cursor[place] < len(lane):
+                node = lane[cursor[place]]
+                kind, stage, unit = scaled.parts(node)
+                waits = scaled.before(kind, stage, unit)
+                if any(earlier not in end for earlier, _ in waits):
+                    break
+                start[node] = max([free[place], *(end[earlier] + distance for earlier, distance in waits)])
+                end[node] = free[place] = start[node] + scaled.duration(kind, stage, unit, bool(merged[stage, unit]))
+                cursor[place] += 1
+                moved = True
+    return start if all(cursor[place] == len(lane) for place, lane in enumerate(lanes)) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A schedule: the nodes of every lane in order, which backwards are merged, and when everything starts."""
+
+    lanes: list[list[int]]
+    merged: NDArray[np.bool_]
+    start: dict[int, int]
+
+
+def state_of(scaled: Scaled, lanes: Sequence[Sequence[int]], merged: NDArray[np.bool_]) -> State | None:
+    """The state of these orders, every node as early as it can be; None if they contradict the dependencies."""
+    start = earliest(scaled, lanes, merged)
+    return None if start is None else State(lanes=[list(lane) for lane in lanes], merged=merged, start=start)
+
+
+def end_of(scaled: Scaled, state: State, node: int) -> int:
+    """When a node is over."""
+    kind, stage, unit = scaled.parts(node)
+    return state.start[node] + scaled.duration(kind, stage, unit, bool(state.merged[stage, unit]))
+
+
+def objective_of(scaled: Scaled, state: State) -> int:
+    """The objective, in quanta."""
+    ends = [end_of(scaled, state, lane[-1]) for lane in state.lanes]
+    if scaled.instance.objective == "makespan":
+        return max(ends)
+    return max(end - state.start[lane[0]] for lane, end in zip(state.lanes, ends, strict=True))
