@@ -1,13 +1,15 @@
 """Local search on orders: many small random moves, of which those that cost little are kept (`kernel.anneal`).
 
-The starts race: a few of the best get some moves each, the best of these the rest. The heat, what a move may cost,
-falls from a tenth of a mean operation in cycles that grow, so that a search that is stopped early has cooled down, too.
+The starts race: in every round each gets some moves, and the better half goes on with twice as many. When one is left,
+and has had its turn, the next generation begins, with other random numbers and twice the moves. In each run the heat,
+what a move may cost, falls from a tenth of a mean operation to next to nothing, so that a search that is stopped early
+has cooled down, too.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,11 +20,9 @@ from pipefit.schedule.fit.construct import Start, fits, swept
 from pipefit.schedule.fit.instance import B, I, Instance, W
 from pipefit.schedule.fit.kernel import Tables
 
-RACERS = 6
-RACE_SHARE = 0.4
-"""Of all moves, what the race takes."""
-CYCLE = 4000
-"""Moves of the first cycle; each following one has twice as many."""
+RACERS = 8
+FIRST_LENGTH = 1000
+"""Moves of a racer in the first round of the first generation."""
 CHUNK = 1000
 """Moves between two looks at the clock."""
 WEIGHT = 0.02
@@ -41,6 +41,7 @@ class Budget:
 
     moves: int
     until_s: float
+    "On the clock of `time.perf_counter`."
     spent: int = 0
 
     def take(self, most: int) -> int:
@@ -49,45 +50,53 @@ class Budget:
             return 0
         return max(min(most, self.moves - self.spent), 0)
 
+    def part(self, share: float) -> Budget:
+        """A share of what is left."""
+        now = time.perf_counter()
+        until_s = now + share * max(self.until_s - now, 0.0) if self.until_s < math.inf else math.inf
+        return Budget(int(share * (self.moves - self.spent)), until_s)
+
 
 def improve(instance: Instance, t: Tables, loops: Loops, starts: list[Start], budget: Budget, seed: int) -> Start:
     """The best orders found from `starts`, which are sorted by time."""
-    racers = starts[:RACERS]
-    share = int(budget.moves * RACE_SHARE) // max(len(racers), 1)
-    if len(racers) > 1 and share >= 1000:
-        racers = [
-            run(instance, t, loops, one, Budget(share, budget.until_s), seed + n, budget)
-            for n, one in enumerate(racers)
-        ]
-    best = min(racers, key=lambda one: one.time_s)
-    return run(instance, t, loops, best, Budget(budget.moves - budget.spent, budget.until_s), seed + 99, budget)
+    best = starts[0]
+    generation = 0
+    while budget.take(1):
+        length = FIRST_LENGTH << generation
+        draws = seed + 1000 * generation
+        pool = starts[: 1 if generation and len(starts) == 1 else RACERS]
+        while len(pool) > 1 and budget.take(1):
+            pool = [run(instance, t, loops, one, budget, draws + n, length) for n, one in enumerate(pool)]
+            pool = sorted(pool, key=lambda one: one.time_s)[: len(pool) // 2]
+            length *= 2
+        for one in sorted((*pool, best), key=lambda one: one.time_s)[: 1 + (generation > 0)]:
+            found = run(instance, t, loops, one, budget, draws + 500, 2 * length)
+            best = min(best, found, key=lambda one: one.time_s)
+        generation += 1
+    return best
 
 
 def run(
-    instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int, whole: Budget | None = None
+    instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int, moves: int | None = None
 ) -> Start:
-    """One search from one start."""
+    """What `moves` moves (default: all of the budget's) make of a start, while the heat falls once."""
+    moves = budget.moves - budget.spent if moves is None else moves
+    if not budget.take(moves):
+        return start
     s = swept(instance, t, loops, start.orders)
     r = trial(t, s, seed)
     best, size = s.order.copy(), s.length.copy()
     mean = float(t.time[np.concatenate(start.orders)].mean())
     value = s.value[0] + WEIGHT * s.value[1]
     settings = np.array([WEIGHT, value, toggles(instance), *np.cumsum(SHARES) + toggles(instance), REACH])
-    for moves in cycles(budget.moves):
-        heats = np.array([HOT * mean, COLD * mean, (COLD / HOT) ** (1.0 / moves)])
-        left = moves
-        while left > 0:
-            now = budget.take(min(left, CHUNK))
-            if not now:
-                left = -1
-                break
-            loops.anneal(t, s, r, best, size, heats, settings, now)
-            budget.spent += now
-            left -= now
-        if left < 0:
+    heats = np.array([HOT * mean, COLD * mean, (COLD / HOT) ** (1.0 / moves)])
+    while moves > 0:
+        now = budget.take(min(moves, CHUNK))
+        if not now:
             break
-    if whole is not None:
-        whole.spent += budget.spent
+        loops.anneal(t, s, r, best, size, heats, settings, now)
+        budget.spent += now
+        moves -= now
     s = swept(instance, t, loops, [best[lane, : size[lane]].astype(np.int32) for lane in range(instance.lanes)])
     if float(s.value[0]) > start.time_s:
         return start
@@ -127,13 +136,3 @@ def toggles(instance: Instance) -> int:
     """Of a hundred moves, how many choose anew between B and I with W: none where B is no quicker."""
     gain = instance.time_s[I] + instance.time_s[W] - instance.time_s[B]
     return 10 if bool((gain.max(axis=1) > 1e-9)[instance.may_split & instance.may_merge].any()) else 0
-
-
-def cycles(moves: int) -> Iterator[int]:
-    """The lengths of the cycles that so many moves are cut into."""
-    length = CYCLE
-    while moves > 0:
-        now = moves if moves < 2 * length else length
-        yield now
-        moves -= now
-        length *= 2

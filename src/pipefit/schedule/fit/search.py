@@ -15,7 +15,7 @@ from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, tables
 from pipefit.schedule.fit.bounds import lower_bound
 from pipefit.schedule.fit.construct import FEW_SPEEDS, Start, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
-from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours
+from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
 from pipefit.schedule.fit.instance import Instance, Objective, schedule_of
 from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
 from pipefit.schedule.fit.result import Fit
@@ -138,15 +138,14 @@ def _starts(search: Search, instance: Instance) -> list[Start]:
     t = tables(instance)
     starts = all_starts(instance, problem, t, loops)
     microbatches = few(instance)
-    share = int(budget.moves * SHORT_SHARE)
-    if microbatches == instance.microbatches or not starts or not share:
+    if microbatches == instance.microbatches or not starts or not budget.take(1):
         return starts
     short = shortened(instance, microbatches)
     short_t = tables(short)
     begin = all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
     if not begin:
         return starts
-    inner = Budget(share, budget.until_s)
+    inner = budget.part(SHORT_SHARE)
     best = improve(short, short_t, loops, begin, inner, search.seed)
     budget.spent += inner.spent
     starts += extended(instance, t, loops, short, short_t, best)
@@ -164,20 +163,19 @@ def _choose(
         made = [start for _, start in block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS)]
         if not made:
             return math.inf
-        inner = Budget(min(LOOK, budget.moves // 100), budget.until_s)
-        budget.spent += inner.moves
-        return improve(instance, t, loops, [min(made, key=lambda start: start.time_s)], inner, seed).time_s
+        best = min(made, key=lambda start: start.time_s)
+        return run(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 100)).time_s
 
     found = choices(problem.stages, tuple(options), value, lambda: time.perf_counter() < budget.until_s)
     if not found:
         raise _none_fits(problem, options, objective, loops)
     uniform = [choice for choice in found if len(set(choice)) == 1]
     racers = list(dict.fromkeys([*found[:KEPT_CHOICES], *uniform[:1]]))
-    share = int(budget.moves * CHOICE_SHARE) // len(racers)
+    share = CHOICE_SHARE / len(racers)
 
     def searched(choice: Choice) -> tuple[Choice, Start]:
         instance = Instance.of(chosen(problem, options, choice), objective)
-        t, inner = tables(instance), Budget(share, budget.until_s)
+        t, inner = tables(instance), budget.part(share)
         start = improve(instance, t, loops, all_starts(instance, problem, t, loops), inner, seed)
         budget.spent += inner.spent
         return choice, start
