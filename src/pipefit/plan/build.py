@@ -6,6 +6,7 @@ parts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from pipefit.cluster.topology import device_count
@@ -22,11 +23,13 @@ from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule, lower_for, order_of
+from pipefit.plan.refine import refined_cuts
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
 from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
+from pipefit.simulate import simulate
 
 VERSION = 1
 
@@ -146,4 +149,15 @@ def build_plan(
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     check_length(bench.module, model, job.sequence, "job.sequence")
     parts = bench.parts(job, decisions)
+
+    def costs_of(cuts: tuple[int, ...]) -> CostTable:
+        return bench.costs(bench.parts(job, replace(decisions, cuts=cuts)))
+
+    def peaks(cuts: tuple[int, ...]) -> list[float]:
+        other, costs = bench.parts(job, replace(decisions, cuts=cuts)), costs_of(cuts)
+        return [float(peak) for peak in simulate(bench.schedule(other, decisions, costs), costs).peak_bytes]
+
+    cuts = refined_cuts(bench.cutter, job, decisions, parts, costs_of, peaks)
+    if cuts != tuple(stage.layers[0] for stage in parts.stages[1:]):
+        parts = bench.parts(job, replace(decisions, cuts=cuts))
     return bench.plan(parts, decisions, bench.schedule(parts, decisions, bench.costs(parts)))

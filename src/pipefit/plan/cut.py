@@ -32,6 +32,8 @@ class LayerRow:
 
     forward_s: Array
     backward_s: Array
+    input_s: Array
+    "The part of `backward_s` that I does."
     saved_bytes: Array
     static_bytes: Array
     "Parameters, gradients and optimizer state; what an earlier layer shares counts there."
@@ -204,6 +206,7 @@ class Cutter:
         return LayerRow(
             forward_s=np.array([cost.forward_s for cost in costs]),
             backward_s=np.array([cost.input_s + cost.weight_s for cost in costs]),
+            input_s=np.array([cost.input_s for cost in costs]),
             saved_bytes=np.array([cost.saved_bytes for cost in costs]),
             static_bytes=np.array(self._statics(probe, job, decisions)),
             passing_bytes=max(max(stage_memory([cost]).passing.values()) for cost in costs),
@@ -244,6 +247,11 @@ def _held(decisions: Decisions) -> tuple[int, ...]:
 def _stage_flights(held: Sequence[int], placement: Sequence[int]) -> list[int]:
     """An equal part of what a lane holds for each of its stages, at least one microbatch."""
     return [max(1, held[lane] // placement.count(lane)) for lane in placement]
+
+
+def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: Decisions) -> Cut:
+    """The cut with these boundaries (0, cut, ..., layers), with its closed-form figures."""
+    return _cut_at(bounds, rows, _held(decisions), decisions.lane_of_stage)
 
 
 def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
@@ -289,7 +297,7 @@ def _best_cut(
     if lane_times(times, even, placement).max() >= lane_times(times, found, placement).max():
         return cut
     other = _cut_at(even, rows, held, placement)
-    return other if other.fits and _slowest_s(other) <= _slowest_s(cut) * (1 + 1e-9) else cut
+    return other if other.fits else cut
 
 
 def _stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
@@ -297,10 +305,6 @@ def _stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Ar
     if all(row is rows[0] for row in rows):
         return np.broadcast_to(value(rows[0]), (len(rows), len(rows[0].forward_s)))
     return np.stack([value(row) for row in rows])
-
-
-def _slowest_s(cut: Cut) -> float:
-    return max(ahead + back for ahead, back in zip(cut.forward_s, cut.backward_s, strict=True))
 
 
 def _memory(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:

@@ -1,0 +1,256 @@
+"""Cutting again where a lane holds several stages: the cut whose step is shortest in the schedule's own order.
+
+With several stages a lane the busiest lane does not decide alone: under a V the embedding and the head stand on one
+lane, and how the layers of the others are divided between their stages decides how well the passes interlock. So
+layers are moved between stages, and every cut is timed by the sweep of the simulator: the order of the
+family stays, the times of its stages follow the cut. A local search from several cuts; tests compare it with all cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+
+from pipefit.cost.types import Array, CostTable, EdgeCost
+from pipefit.errors import ScheduleError
+from pipefit.plan.balance import balanced
+from pipefit.plan.bounds import FACTS
+from pipefit.plan.cut import Cutter, LayerRow, cut_at
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.order import computed_schedule, edge_keys
+from pipefit.plan.types import Job
+from pipefit.plan.work import Parts
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.compile import task_graph
+from pipefit.schedule.table import CODE, SEND_B, SEND_F
+from pipefit.schedule.times import durations, run_sweep
+from pipefit.simulate import simulate
+
+Bounds = tuple[int, ...]
+
+Value = tuple[float, float]
+"""(bytes missing, seconds): less is better."""
+
+Costs = Callable[[tuple[int, ...]], CostTable]
+"""Cuts -> their cost table."""
+
+Peaks = Callable[[tuple[int, ...]], Sequence[float]]
+"""Cuts -> the simulated peak of every lane, in bytes."""
+
+TRIES = 1000
+"""Cuts that are timed at most."""
+
+TASKS = 2_000_000
+"""Tasks that are timed at most, over all cuts: long schedules get fewer tries."""
+
+MOVED = (1, 2, 4)
+"""Layers that are moved at once."""
+
+MEMORY = 0.01
+"""How much longer a step may take, as a share of it, for a device that is emptier by its whole memory."""
+
+LOOKS = (40, 200, 300_000)
+"""Cuts whose memory is simulated: at least, at most, and tasks over all of them."""
+
+ROUNDS = 3
+"""How often the search begins anew because its best cut needs more memory than its unlowered order showed."""
+
+
+def refined_cuts(
+    cutter: Cutter, job: Job, decisions: Decisions, parts: Parts, costs_of: Costs, peaks: Peaks
+) -> tuple[int, ...]:
+    """Better cuts than those of `parts`, which the cutter found; the same where the decisions give some, where every
+    lane holds one stage, with slices, and where the family has no order of its own but looks for one.
+
+    Cuts that fit, by what `peaks` says of them, come before cuts that do not; of those that fit the fastest in the
+    sweep comes first, of equally fast ones the emptiest. Deterministic.
+    """
+    given = tuple(stage.layers[0] for stage in parts.stages[1:])
+    placement = decisions.lane_of_stage
+    one_each = max(map(placement.count, placement)) == 1
+    if decisions.cuts or decisions.slices or one_each or decisions.schedule not in FACTS:
+        return given
+    try:
+        computed = computed_schedule(decisions.schedule, parts, costs_of(given))
+    except ScheduleError:
+        return given  # whoever makes the plan says so
+    rows = cutter.rows(job, decisions)
+    bounds = (0, *given, len(rows[0].forward_s))
+    graphs = [layer.graph for layer in cutter.programs.modules[cutter.module].layers]
+    timer = _Timer(computed, parts, rows, graphs, costs_of)
+    limits = cut_at(bounds, rows, decisions).limit_bytes
+    judge = _Judge(timer, lambda one: simulate(computed, costs_of(one[1:-1])).peak_bytes.tolist(), limits)
+    tried = {bounds: _missing(peaks(given), limits)}
+    for _ in range(ROUNDS):
+        best = _search(judge, _starts(bounds, rows, placement))
+        if best not in tried:
+            tried[best] = judge.learn(best, peaks(best[1:-1]))
+        if not tried[best]:
+            break
+    return min(tried, key=lambda one: (tried[one], timer.step_s(one)))[1:-1]
+
+
+class _Judge:
+    """How good a cut is: (bytes missing, step time, longer by a little for what it fills of the memory)."""
+
+    def __init__(self, timer: _Timer, peaks: Callable[[Bounds], Sequence[float]], limits: Sequence[float]) -> None:
+        self.timer, self.peaks, self.limits = timer, peaks, limits
+        self.beyond = [0.0] * len(limits)
+        "What lanes need beyond `peaks` when the order is lowered, as far as cuts have shown."
+        self.looks = self.most_looks = min(LOOKS[1], max(LOOKS[0], LOOKS[2] // timer.graph.size))
+        "Cuts whose memory may still be simulated, and that may be in one search."
+        self._known: dict[Bounds, Sequence[float]] = {}
+
+    def value(self, bounds: Bounds) -> Value:
+        """Of any cut; simulates its memory."""
+        needs = [need + more for need, more in zip(self._peaks(bounds), self.beyond, strict=True)]
+        filled = max(need / limit for need, limit in zip(needs, self.limits, strict=True))
+        return _missing(needs, self.limits), self.timer.step_s(bounds) * (1.0 + MEMORY * filled)
+
+    def better(self, bounds: Bounds, than: Value) -> Value | None:
+        """The value of a cut, if it is better. Its memory is simulated only where its time does not settle it."""
+        if not than[0] and self.timer.step_s(bounds) >= than[1]:
+            return None
+        if bounds not in self._known and self.looks <= 0:
+            return None
+        found = self.value(bounds)
+        return found if found < than else None
+
+    def learn(self, bounds: Bounds, peaks: Sequence[float]) -> float:
+        """Take in the peaks of a cut's lowered order; the bytes that it lacks."""
+        every = zip(self.beyond, peaks, self._peaks(bounds), strict=True)
+        self.beyond = [max(more, float(peak) - known) for more, peak, known in every]
+        return _missing(peaks, self.limits)
+
+    def _peaks(self, bounds: Bounds) -> Sequence[float]:
+        if bounds not in self._known:
+            self.looks -= 1
+            self._known[bounds] = self.peaks(bounds)
+        return self._known[bounds]
+
+
+def _missing(needs: Sequence[float], limits: Sequence[float]) -> float:
+    return sum(max(0.0, float(need) - limit) for need, limit in zip(needs, limits, strict=True))
+
+
+def _starts(given: Bounds, rows: Sequence[LayerRow], placement: Sequence[int]) -> list[Bounds]:
+    """Where the search begins: the given cut, even lanes, equal numbers of layers."""
+    times = np.stack([row.forward_s + row.backward_s for row in rows])
+    equal = tuple(int(bound) for bound in np.round(np.linspace(0, given[-1], len(given))))
+    return list(dict.fromkeys((given, balanced(times, placement), equal)))
+
+
+def _search(judge: _Judge, starts: Sequence[Bounds]) -> Bounds:
+    """The best cut of local searches from every start, and then from some moves away from the best so far."""
+    timer, random = judge.timer, Random(len(starts))
+    timer.left, judge.looks = timer.tries, judge.most_looks
+    best = min((_climb(judge, start) for start in starts), key=judge.value)
+    for _ in range(timer.tries):
+        if timer.left <= 0 or judge.looks <= 0:
+            break
+        away = best
+        for _ in range(random.randint(2, 4)):
+            away = random.choice(list(_neighbours(away)) or [away])
+        timer.left -= 1  # also where everything near is known already
+        best = min(best, _climb(judge, away), key=judge.value)
+    return best
+
+
+def _climb(judge: _Judge, start: Bounds) -> Bounds:
+    """The cut from which no neighbour is better, or where the tries ended."""
+    here, value = start, judge.value(start)
+    moved = True
+    while moved:
+        moved = False
+        for bounds in _neighbours(here):
+            if judge.timer.left <= 0:
+                break
+            if (other := judge.better(bounds, value)) is not None:
+                here, value, moved = bounds, other, True
+                break
+    return here
+
+
+def _neighbours(bounds: Bounds) -> Iterator[Bounds]:
+    """Every cut in which one stage has some layers less and another one as many more: few layers, near stages first."""
+    stages = len(bounds) - 1
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    for count in MOVED:
+        for distance in range(1, stages):
+            for one in range(stages - distance):
+                for giver, taker in ((one, one + distance), (one + distance, one)):
+                    if sizes[giver] > count:
+                        step = -count if giver < taker else count
+                        yield tuple(
+                            bound + step if min(giver, taker) < place <= max(giver, taker) else bound
+                            for place, bound in enumerate(bounds)
+                        )
+
+
+class _Timer:
+    """Times cuts in one order of the work. `graphs[l]` names what layer l computes."""
+
+    def __init__(
+        self, computed: Schedule, parts: Parts, rows: Sequence[LayerRow], graphs: Sequence[str], costs_of: Costs
+    ) -> None:
+        given = tuple(stage.layers[0] for stage in parts.stages[1:])
+        costs = costs_of(given)
+        self.graph = task_graph(computed, edge_keys(parts.edges))
+        self.duration, self.transit = durations(self.graph, costs)
+        self.left = self.tries = min(TRIES, TASKS // max(1, self.graph.size))
+        "Cuts that may still be timed, and that may be timed in one search."
+        self._known: dict[Bounds, float] = {}
+        self._overhead_s = costs.overhead_s
+        self._graphs, self._costs_of = graphs, costs_of
+        self._edges: dict[tuple[int, str], EdgeCost] = {}
+        self._tasks = []
+        for kind, seconds in _SECONDS.items():
+            if CODE[kind] in self.graph.groups:
+                tasks = self.graph.groups[CODE[kind]].tasks
+                self._tasks.append((tasks, self.graph.stage[tasks], _prefix([seconds(row) for row in rows])))
+        self._transfers = [
+            (np.flatnonzero((self.graph.kind == code) & (self.graph.edge == number)), source, way)
+            for number, (source, target, tensor) in enumerate(self.graph.table.edges)
+            for code, way in ((SEND_F, "forward"), (SEND_B, "backward"))
+            if target == source + 1 and not tensor
+        ]
+
+    def step_s(self, bounds: Bounds) -> float:
+        """The time until the last action and transfer is over, without reductions and the optimizer."""
+        if bounds not in self._known:
+            self.left -= 1
+            every, cut = np.arange(len(bounds) - 1), np.asarray(bounds)
+            for tasks, stage, sums in self._tasks:
+                self.duration[tasks] = (sums[every, cut[1:]] - sums[every, cut[:-1]])[stage] + self._overhead_s
+            for tasks, source, way in self._transfers:
+                edge = self._edge(bounds, source)
+                self.duration[tasks] = getattr(edge, f"{way}_port_s").flat[0]
+                self.transit[tasks] = getattr(edge, f"{way}_s").flat[0]
+            self._known[bounds] = float(run_sweep(self.graph, self.duration, self.transit).moment_s.max())
+        return self._known[bounds]
+
+    def _edge(self, bounds: Bounds, source: int) -> EdgeCost:
+        """What leaves a stage, which depends on the layer that it ends with: logits are larger than hidden states."""
+        key = (source, self._graphs[bounds[source + 1] - 1])
+        if key not in self._edges:
+            for edge in self._costs_of(bounds[1:-1]).edges:
+                if edge.target == edge.source + 1 and not edge.tensor:
+                    self._edges[edge.source, self._graphs[bounds[edge.source + 1] - 1]] = edge
+        return self._edges[key]
+
+
+_SECONDS: dict[str, Callable[[LayerRow], Array]] = {
+    "F": lambda row: row.forward_s,
+    "I": lambda row: row.input_s,
+    "W": lambda row: row.backward_s - row.input_s,
+    "B": lambda row: row.backward_s,
+}
+
+
+def _prefix(rows: Sequence[Array]) -> Array:
+    """[stage][layer]: the sum over the layers before."""
+    sums: Array = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.stack(rows), axis=1)], axis=1)
+    return sums
