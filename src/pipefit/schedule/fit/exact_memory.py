@@ -8,13 +8,10 @@ freed after it until the horizon: at both ends the levels are those of a schedul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipefit.schedule.fit.exact_scale import BACK, FORWARD, WEIGHT
+from pipefit.schedule.fit.exact_scale import BACK, FORWARD, WEIGHT, Model
 from pipefit.schedule.fit.instance import B, F, I, W
-
-if TYPE_CHECKING:
-    from pipefit.schedule.fit.exact_model import Model
 
 Demand = tuple[Any, Any, int, Any]
 """(from, until, amount, literal under which it is there or None)."""

@@ -11,40 +11,12 @@ their whole time and never wait, which bounds every schedule from below.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from pipefit.schedule.fit.exact_memory import limit_memory
-from pipefit.schedule.fit.exact_scale import BACK, FORWARD, WEIGHT, Scaled, State, state_of
+from pipefit.schedule.fit.exact_scale import BACK, FORWARD, WEIGHT, Model, Scaled, State, state_of
 from pipefit.schedule.fit.instance import B, I, W
-
-
-@dataclass(slots=True)
-class Model:
-    """What is built up while the model of a window is written."""
-
-    scaled: Scaled
-    state: State
-    "The schedule that the window is cut from."
-    free: set[int]
-    "The nodes that may move."
-    horizon: int
-    cp: Any
-    start: dict[int, Any] = field(default_factory=dict)
-    "Node -> variable, or the integer at which it starts in every solution."
-    end: dict[int, Any] = field(default_factory=dict)
-    merge: dict[tuple[int, int], Any] = field(default_factory=dict)
-    "(stage, unit) -> literal, where merging is open."
-    intervals: dict[int, Any] = field(default_factory=dict)
-    span: Any = None
-
-    def merged(self, stage: int, unit: int) -> bool:
-        return bool(self.state.merged[stage, unit])
-
-    def parted(self, stage: int, unit: int) -> Any:
-        """The literal of not merging, where that is open."""
-        return ~self.merge[stage, unit] if (stage, unit) in self.merge else None
 
 
 def build(scaled: Scaled, state: State, free: set[int], horizon: int) -> Model:

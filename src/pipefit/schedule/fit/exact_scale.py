@@ -9,7 +9,8 @@ last word) or down (for bounds: no time and no distance in it is above the true 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,3 +220,30 @@ def objective_of(scaled: Scaled, state: State) -> int:
     if scaled.instance.objective == "makespan":
         return max(ends)
     return max(end - state.start[lane[0]] for lane, end in zip(state.lanes, ends, strict=True))
+
+
+@dataclass(slots=True)
+class Model:
+    """What is built up while the model of a window is written."""
+
+    scaled: Scaled
+    state: State
+    "The schedule that the window is cut from."
+    free: set[int]
+    "The nodes that may move."
+    horizon: int
+    cp: Any
+    start: dict[int, Any] = field(default_factory=dict)
+    "Node -> variable, or the integer at which it starts in every solution."
+    end: dict[int, Any] = field(default_factory=dict)
+    merge: dict[tuple[int, int], Any] = field(default_factory=dict)
+    "(stage, unit) -> literal, where merging is open."
+    intervals: dict[int, Any] = field(default_factory=dict)
+    span: Any = None
+
+    def merged(self, stage: int, unit: int) -> bool:
+        return bool(self.state.merged[stage, unit])
+
+    def parted(self, stage: int, unit: int) -> Any:
+        """The literal of not merging, where that is open."""
+        return ~self.merge[stage, unit] if (stage, unit) in self.merge else None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.schedule.fit.exact_scale import common_quantum
-from pipefit.schedule.fit.modulo import Cycle, Orders, least
+from pipefit.schedule.fit.modulo_cycle import Cycle, Orders, least
 
 GRAINS = 400
 """Quanta in the busiest lane's work where no quantum divides all times."""
