@@ -21,7 +21,7 @@ from pipefit.schedule.actions import Schedule
 from pipefit.schedule.csv_io import to_csv
 from pipefit.schedule.lower import lower
 
-WIDTH, TOKENS = 64, 512
+WIDTH, TOKENS = 64, 256
 MESSAGE_BYTES = TOKENS * WIDTH * 8
 """Of the hidden state of a microbatch, and of its gradient: float64."""
 

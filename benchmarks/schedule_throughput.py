@@ -1,6 +1,6 @@
 """Our runtime against torch.distributed.pipelining: the same schedule, paced devices, links that take time.
 
-Four or eight processes, each in its own network namespace behind a shaped link (`shaped.py`), emulate as many devices:
+Four or eight processes, each behind the shaped link of a lab host (`shaped.py`), emulate as many devices:
 an action does its small real arithmetic and then waits until the emulated device would be done (`paced.py`), so two
 cores are enough. Stages are uneven: the last chunk takes 1.5x, or all are lognormal (sigma 0.3). Both sides run the
 same compute actions in the same order over gloo, a step of each in turn, first one and then the other ahead; their
@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from paced import Pace, be_punctual, uneven_times
@@ -64,9 +65,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two schedules, three short pairs each")
     parser.add_argument("--pairs", type=int, default=6, help="pairs of steps per comparison")
     parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--table", help="print the table of a result file for docs/running.md, measure nothing")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    if arguments.table:
+        print(markdown(json.loads(Path(arguments.table).read_text())["cases"]))
+        return 0
     if arguments.rank is not None:
         rank_main(arguments.rank, json.loads(sys.stdin.read()))
         return 0
@@ -85,7 +90,7 @@ def main() -> int:
         arguments.json,
         {
             "provenance": provenance(),
-            "links": f"not shaped: {reason}" if reason else "network namespaces, tc tbf",
+            "links": f"not shaped: {reason}" if reason else "network namespaces of pipefit.lab",
             "chunk_forward_ms": 1e3 * CHUNK_FORWARD_S,
             "message_bytes": MESSAGE_BYTES,
             "cases": results,
@@ -109,15 +114,10 @@ def cases(quick: bool) -> list[Case]:
 def measure(devices: int, share: float, todo: list[Case], pairs: int) -> Iterator[dict[str, Any]]:
     """All cases at one transfer time (0: links as they are), in one set of processes."""
     transfer_s = share * CHUNK_FORWARD_S
-    links = shaped_hosts(devices, MESSAGE_BYTES / transfer_s) if share else _loopback(devices)
+    links = shaped_hosts(devices, MESSAGE_BYTES / transfer_s) if share else loopback_hosts(devices)
     with links as hosts, _processes(hosts, transfer_s, todo, pairs) as lines:
         for case, line in zip(todo, lines, strict=True):
             yield summary(case, devices, share, json.loads(line))
-
-
-@contextmanager
-def _loopback(devices: int) -> Iterator[list[Host]]:
-    yield loopback_hosts(devices)
 
 
 @contextmanager
@@ -332,6 +332,26 @@ def print_row(case: dict[str, Any]) -> None:
         + ("" if case["gradients_agree"] else "  GRADIENTS DIFFER"),
         flush=True,
     )
+
+
+def markdown(cases: list[dict[str, Any]]) -> str:
+    """The mean ratio of every schedule by devices and transfer, with the least and the most of its instances."""
+    columns = sorted({(case["devices"], case["transfer_share"]) for case in cases})
+    rows = list(dict.fromkeys((case["schedule"], case["own_class"]) for case in cases))
+    lines = ["| schedule | PyTorch's | " + " | ".join(f"d = {d}, transfer {share:g}" for d, share in columns) + " |"]
+    lines.append("| --- | --- |" + " --- |" * len(columns))
+    for name, own_class in sorted(rows):
+        cells = []
+        for column in columns:
+            here = [
+                case["ratio"]
+                for case in cases
+                if (case["schedule"], case["own_class"]) == (name, own_class)
+                and (case["devices"], case["transfer_share"]) == column
+            ]
+            cells.append(f"{statistics.geometric_mean(here):.3f} ({min(here):.3f} to {max(here):.3f})" if here else "")
+        lines.append(f"| `{name}` | {own_class or 'CSV'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,21 @@
-"""Hosts with links that take time, on one machine: network namespaces on a bridge, each with a shaped way out.
+"""Hosts of one device each with equal links that take time: a lab (`pipefit.lab`), or this machine as it is.
 
-Every host's packets leave through a token bucket (tc tbf) at the given rate, so a message takes its size over the
-rate, messages of one sender queue behind each other, and both directions of a pair are independent. What comes in is
-not limited: a host that two others send to at once receives both at full rate. Needs root and iproute2.
-
-    with shaped_hosts(4, 100e6) as hosts:
-        subprocess.Popen([*hosts[0].prefix, "python", ...])
+with shaped_hosts(4, 100e6) as hosts:
+    subprocess.Popen([*hosts[0].prefix, "python", ...])
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-PACKET_BYTES = 16000
-"""Large packets: shaping costs a timer interrupt a packet, which 1500 bytes at 200 MB/s would fill a core with."""
-BURST_BYTES = 2 * PACKET_BYTES
-"""What may leave at once after a pause: well below a message."""
+from pipefit import cluster
+from pipefit.codec import dump_text
+from pipefit.lab import lifecycle, netns, network
+from pipefit.lab.spec import LabFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,67 +24,52 @@ class Host:
 
     address: str
     interface: str
+    "By which gloo finds it."
     prefix: tuple[str, ...] = ()
     "Put before a command to run it there."
 
 
 def cannot_shape() -> str:
     """Why links cannot be shaped here; empty where they can."""
-    if os.geteuid() != 0:
-        return "this needs root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"{' and '.join(missing)} of iproute2 not found"
-    name = f"pfb{os.getpid()}-try"
-    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        _run("ip", "netns", "del", name)
-    return done.stderr.strip()
+    return netns.why_not()
 
 
-def loopback_hosts(count: int) -> list[Host]:
+@contextmanager
+def loopback_hosts(count: int) -> Iterator[list[Host]]:
     """All on this machine as it is."""
-    return [Host("127.0.0.1", "lo")] * count
+    yield [Host("127.0.0.1", "lo")] * count
 
 
 @contextmanager
 def shaped_hosts(count: int, bytes_per_s: float) -> Iterator[list[Host]]:
-    """`count` hosts whose outgoing links carry that many bytes a second. RuntimeError if a command fails."""
-    switch, names = f"pfb{os.getpid()}-s", [f"pfb{os.getpid()}-{index}" for index in range(count)]
-    made: list[str] = []
-    try:
-        _run("ip", "netns", "add", switch)
-        made.append(switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
-        for index, name in enumerate(names):
-            _run("ip", "netns", "add", name)
-            made.append(name)
-            _join(name, switch, index)
-            rate = ("rate", f"{int(bytes_per_s)}bps", "burst", str(BURST_BYTES), "limit", "64m")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
-        yield [Host(_address(i), "eth0", ("ip", "netns", "exec", name)) for i, name in enumerate(names)]
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    """`count` hosts, every port and every link of which carries that many bytes a second each way."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lab.json"
+        path.write_text(dump_text(_file(count, bytes_per_s)), encoding="utf-8")
+        lab = lifecycle.Lab.open(path)
+        with lifecycle.use(lab):
+            yield [
+                Host(network.address(host), network.interface(0), tuple(netns.inside(lab.namespace(host))))
+                for host in range(count)
+            ]
 
 
-def _join(name: str, switch: str, index: int) -> None:
-    port = f"port{index}"
-    _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-    _run("ip", "-n", name, "address", "add", f"{_address(index)}/24", "dev", "eth0")
-    _run("ip", "-n", switch, "link", "set", port, "mtu", str(PACKET_BYTES))
-    _run("ip", "-n", name, "link", "set", "eth0", "mtu", str(PACKET_BYTES), "gso_max_size", str(PACKET_BYTES))
-    for device in ("lo", "eth0"):
-        _run("ip", "-n", name, "link", "set", device, "up")
-
-
-def _address(index: int) -> str:
-    return f"10.77.0.{index + 1}"
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+def _file(count: int, bytes_per_s: float) -> LabFile:
+    kind = cluster.DeviceKind(
+        name="emulated",
+        memory_bytes=1 << 30,
+        peak_flops_per_s=dict.fromkeys(("float64", "float32", "bfloat16"), 1e9),
+        memory_bandwidth_bytes_per_s=1e9,
+    )
+    matrix = tuple(tuple(bytes_per_s if a != b else 0.0 for b in range(count)) for a in range(count))
+    return LabFile(
+        cluster=cluster.Cluster(
+            name="equal",
+            kinds={"emulated": kind},
+            links={"inside": cluster.Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)},
+            hosts=tuple(cluster.Host(name=f"host{h}", kind="emulated", devices=1, link="inside") for h in range(count)),
+            rails=(cluster.Rail(name="network", latency_s=((0.0,) * count,) * count, bandwidth_bytes_per_s=matrix),),
+            provenance=cluster.Provenance(source="assumed", where="drawn for this benchmark"),
+        ),
+        packet_bytes=9000,
+    )

@@ -19,7 +19,7 @@ from pipefit.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from paced import Times
-from stock_order import replay, stock_lanes
+from stock_order import posted_beforehand, replay, stock_lanes
 
 ROOT = Path(__file__).parents[2]
 DEVICES, MICROBATCHES = 4, 8
@@ -104,6 +104,9 @@ def test_our_lowering_is_never_slower_than_pytorchs(name: str) -> None:
             assert not (apart.problem or gloo.problem or nccl.problem)
             assert apart.makespan_s <= gloo.makespan_s * (1 + 1e-12) <= nccl.makespan_s * (1 + 2e-12)
             assert apart.makespan_s <= together.makespan_s
+            beforehand = posted_beforehand(own, schedule.placement)
+            least = replay(beforehand, schedule.placement, times, transfer_s, "directed").makespan_s
+            assert least * (1 - 1e-12) <= apart.makespan_s <= 1.002 * least
 
 
 def test_pytorchs_greedy_receives_cost_time_where_stages_are_uneven() -> None:
@@ -136,6 +139,30 @@ def test_deferred_receives_are_found_to_take_the_wrong_message(name: str) -> Non
     plain, plain_times = problem("1f1b", seed=0)
     kept = stock_lanes(plain, defer_receives=True)
     assert replay(kept, plain.placement, plain_times, 0.1, "directed").problem == ""
+
+
+def test_quick_survey(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.pipelining.schedules")
+    out = tmp_path / "result.json"
+    command = [sys.executable, ROOT / "benchmarks" / "receive_orders.py", "--quick", "--json", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 21 and all(row["gloo"]["mean"] <= row["nccl"]["mean"] + 1e-12 for row in rows)
+
+
+def test_the_documented_tables_are_those_of_the_committed_results() -> None:
+    page = (ROOT / "docs" / "running.md").read_text()
+    for name in ("schedule_throughput", "receive_orders"):
+        result = ROOT / "benchmarks" / "results" / f"{name}.json"
+        command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--table", result]
+        table = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        assert f"<!-- from benchmarks/results/{name}.json -->\n{table}<!-- end -->" in page
+
+
+def test_the_committed_results_are_no_slower_anywhere() -> None:
+    for case in json.loads((ROOT / "benchmarks" / "results" / "schedule_throughput.json").read_text())["cases"]:
+        assert case["gradients_agree"] and case["ratio_95"][1] >= 1.0
 
 
 @pytest.mark.slow
