@@ -125,6 +125,15 @@ def test_the_solver_finds_and_proves_the_least_period() -> None:
     assert block is not None and block.period_s == pytest.approx(6.0), "V-Min's block, in unit time, has no bubble"
 
 
+@pytest.mark.slow
+def test_v_min_cannot_repeat_without_a_bubble() -> None:
+    """At 28/28/20 no steady state with V-Min's 8 units has a period of 180 or less, where the work is 152."""
+    pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
+    steady = offsets(instance_of(vee(8), 8, **MEASURED), seconds=120)
+    assert steady is not None
+    assert 180 <= steady.bound_s <= steady.period_s <= 184 + 1e-6
+
+
 def test_merging_is_chosen_where_it_pays() -> None:
     """B at 0.8 of I and W: with memory to spare, merged backwards make the shorter period."""
     costs = uniform_costs(linear(3), forward_s=2.0, input_s=3.0, weight_s=2.0)
