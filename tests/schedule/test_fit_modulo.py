@@ -129,7 +129,7 @@ def test_the_solver_finds_and_proves_the_least_period() -> None:
 def test_v_min_cannot_repeat_without_a_bubble() -> None:
     """At 28/28/20 no steady state with V-Min's 8 units has a period of 180 or less, where the work is 152."""
     pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    steady = offsets(instance_of(vee(8), 8, **MEASURED), seconds=120)
+    steady = offsets(instance_of(vee(8), 8, **MEASURED), seconds=20)
     assert steady is not None
     assert 180 <= steady.bound_s <= steady.period_s <= 184 + 1e-6
 
