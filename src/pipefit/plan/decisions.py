@@ -97,6 +97,8 @@ class Decisions:
             words["placement"] = ",".join(map(str, self.placement))
         if self.slices:
             words["slices"] = ",".join(map(str, self.slices))
+        if self.devices:
+            words["mapping"] = ",".join(map(str, self.devices))
         return words
 
 

@@ -40,6 +40,7 @@ def forecast(plan: Plan) -> list[str]:
         f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{format_flops(rate)}/s a device",
         f"hangs on: {prediction.binds}",
+        *(note for note in prediction.assumptions if note.startswith("placement: ")),
     ]
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1
@@ -54,7 +55,11 @@ def forecast(plan: Plan) -> list[str]:
 
 def decision_table(plan: Plan) -> TextTable:
     """The choices, by the keys that `--fix` takes."""
-    return TextTable("decisions", ("what", "choice"), tuple((key, value) for key, value in plan.decisions.items()))
+    rows = tuple(
+        (key, _devices(list(map(int, value.split(",")))) if key == "mapping" else value)
+        for key, value in plan.decisions.items()
+    )
+    return TextTable("decisions", ("what", "choice"), rows)
 
 
 def stage_table(plan: Plan) -> TextTable:
@@ -105,6 +110,21 @@ def alternative_table(plan: Plan) -> TextTable:
     return TextTable("alternatives", (*keys, "step", "memory", "why"), (*winner, *rows))
 
 
+def trade_table(plan: Plan) -> TextTable:
+    """Memory against time on the plan's layout: what could be had with more or less memory. Of families only those
+    that nothing with as little memory beats."""
+    prediction = plan.prediction
+    rows: list[tuple[str, ...]] = []
+    best_s = float("inf")
+    for one in prediction.trade if prediction else ():
+        if one.step_s < best_s or one.chosen:
+            best_s = min(best_s, one.step_s)
+            limit = min(lane.limit_bytes for lane in prediction.lanes) if prediction else 0.0
+            note = "chosen" if one.chosen else "" if one.memory_bytes <= limit else "does not fit"
+            rows.append((format_bytes(one.memory_bytes), format_seconds(one.step_s), one.schedule, one.recompute, note))
+    return TextTable("memory against time", ("memory", "step", "schedule", "recompute", ""), tuple(rows))
+
+
 def explain_text(plan: Plan) -> str:
     """Everything as plain text, for a pipe or a file."""
     parts = [headline(plan), *forecast(plan)]
@@ -117,7 +137,13 @@ def explain_text(plan: Plan) -> str:
 
 def tables(plan: Plan) -> list[TextTable]:
     """The tables that have rows."""
-    made = (decision_table(plan), stage_table(plan), memory_table(plan), alternative_table(plan))
+    made = (
+        decision_table(plan),
+        stage_table(plan),
+        memory_table(plan),
+        trade_table(plan),
+        alternative_table(plan),
+    )
     return [table for table in made if table.rows]
 
 

@@ -58,6 +58,10 @@ def _switch(text: str) -> bool:
     return {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}[text.lower()]
 
 
+def _mapping(text: str) -> str | tuple[int, ...]:
+    return text if text in ("hostname", "search") else _numbers(text)
+
+
 KEYS: Mapping[str, Key] = {
     "replicas": Key("a count, or shares such as 2:1", _shares),
     "stages": Key("a count", _count),
@@ -72,6 +76,7 @@ KEYS: Mapping[str, Key] = {
     "cuts": Key("first layer of every stage but the first, with commas", _numbers),
     "slices": Key("tokens of each slice, with commas", _numbers),
     "placement": Key("lane of every stage, with commas", _numbers),
+    "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
 
 

@@ -146,14 +146,18 @@ class Searcher:
         set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
         self.estimate(start)
         hot = max(course.heat * self.placed_ticks(), 2.0)
-        factor = max(COLD, 1.0 / hot) ** (1.0 / max(1, course.moves))
-        arrays, temperature, made = (self.arena.whole, self.arena.real, self.arena.at), hot, 0
-        found, found_s = start, start_s
-        while made < course.moves and not (made and course.late()):
+        span = max(COLD, 1.0 / hot)
+        factor = 1.0 if course.seconds is not None else span ** (1.0 / max(1, course.moves))
+        arrays, made, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
+        found, found_s, progress = start, start_s, 0.0
+        while made < course.moves and progress < 1.0:
             count = min(CHUNK, course.moves - made)
-            best, control = start.copy(), np.array([temperature, factor, np.inf])
+            best, control = start.copy(), np.array([hot * span**progress, factor, np.inf])
             self.run["anneal"](count, control, course.random, EXPONENTIAL, best, *arrays)
-            made, temperature = made + count, control[0]
+            made += count
+            progress = made / course.moves
+            if course.seconds is not None:
+                progress = max(progress, (course.clock() - began) / max(course.seconds, 1e-9))
             if np.isfinite(control[2]):
                 now = self.arena.ints(DEVICE).copy()
                 step_s = self.simulate(best)
@@ -172,7 +176,9 @@ class Course:
     heat: float
     "The first temperature, as a share of what transfers and collectives take of the estimate."
     random: Ints
-    late: Callable[[], bool]
+    seconds: float | None
+    "It ends after so many; the temperature falls by the clock then, else by the moves."
+    clock: Clock
 
 
 def place(
@@ -193,9 +199,6 @@ def place(
         compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
     searcher = Searcher(question, timeline, compiled)
 
-    def late() -> bool:
-        return budget.seconds is not None and clock() - began > budget.seconds
-
     given = question.devices
     given_s = searcher.simulate(given)
     starts, racks = constructions(question)
@@ -204,12 +207,17 @@ def place(
         ranked = sorted(starts, key=lambda name: (searcher.estimate(starts[name]), name))[: STAGES[0][0]]
         random = np.array([12345 + budget.seed, 67890 + 7 * budget.seed], dtype=np.int64)
         lines = [(searcher.simulate(starts[name]), number, starts[name]) for number, name in enumerate(ranked)]
+        over = 1.0
         for count, share, heat in STAGES:
             lines = sorted(lines, key=lambda line: line[:2])[:count]
-            moves = int(budget.moves * share / len(lines))
-            course = Course(moves=moves, heat=HOT * heat, random=random, late=late)
-            lines = [(*searcher.anneal(line[2], line[0], racks, course), line[1]) for line in lines]
-            lines = [(step_s, number, device) for device, step_s, number in lines]
+            moves = max(1, int(budget.moves * share / len(lines)))
+            left = None if budget.seconds is None else max(0.0, budget.seconds - (clock() - began))
+            seconds = None if left is None else left * share / (over * len(lines))
+            course = Course(moves=moves, heat=HOT * heat, random=random, seconds=seconds, clock=clock)
+            for index, (step_s, number, device) in enumerate(lines):
+                device, step_s = searcher.anneal(device, step_s, racks, course)
+                lines[index] = (step_s, number, device)
+            over -= share
     return Placed(
         devices=tuple(searcher.best[: question.shape.slots].tolist()),
         step_s=searcher.best_s,
@@ -227,6 +235,10 @@ STAGES = ((6, 0.4, 1.0), (2, 0.3, 0.5), (1, 0.3, 0.25))
 """How many placements are annealed, the best so far; with which part of the moves in all; from which part of HOT."""
 
 
+SPECTRAL = 256
+"""Hosts up to which eigenvectors are worked out: their time grows with the cube."""
+
+
 def constructions(question: Question) -> tuple[dict[str, Ints], list[list[int]]]:
     """(placements to start from by name, racks)."""
     links, shape = question.links, question.shape
@@ -237,7 +249,7 @@ def constructions(question: Question) -> tuple[dict[str, Ints], list[list[int]]]
         "hostname order": list(range(len(distance))),
         "nearest neighbours": chain_order(distance),
         "clusters": clustered,
-        "spectral": spectral_order(distance),
+        **({"spectral": spectral_order(distance)} if len(distance) <= SPECTRAL else {}),
         "fastest first": np.argsort(np.median(distance, axis=1), kind="stable").tolist(),
     }
     per_host = int(np.bincount(links.host).min())

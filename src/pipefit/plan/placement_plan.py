@@ -1,0 +1,140 @@
+"""The placement search inside the planner: for the best candidates of a search, where links differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipefit.cost.table import cost_table
+from pipefit.errors import PlanError
+from pipefit.plan.build import Workbench
+from pipefit.plan.decisions import check_decisions
+from pipefit.plan.outcome import Evaluated, Found
+from pipefit.plan.placement import Budget, place
+from pipefit.plan.placement_links import links_differ
+from pipefit.plan.placement_shape import make_question
+from pipefit.plan.search import simulated
+from pipefit.plan.types import Job
+from pipefit.plan.work import pipeline_work
+from pipefit.schedule.actions import Schedule
+from pipefit.units import format_seconds
+
+SHORT_LIST = 6
+"""Candidates that are placed: the fastest of each grid of replicas and lanes, the fastest grids first."""
+
+FIRST_MOVES, FINAL_MOVES = 12_000, 60_000
+"""Most moves for each of the short list, and for the best of them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """What placing the candidates of a search came to."""
+
+    found: Found
+    note: str
+    "In words, for the plan; '' where nothing was searched."
+
+
+def place_found(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Placing:
+    """The outcome of a search with the devices of its best candidates placed: nothing is changed where all links and
+    devices are alike, or where hostname order is pinned. Deterministic: the budget is counted in moves."""
+    mapping = pins.get("mapping", "search")
+    if isinstance(mapping, tuple) and found.fitting:
+        return _as_given(bench, job, mapping, found)
+    if not found.fitting or mapping == "hostname" or not links_differ(bench.cluster):
+        return Placing(found, "")
+    listed = _short_list(found)
+    if not listed:
+        return Placing(found, "")
+    placed = {index: _placed(bench, job, found.fitting[index], FIRST_MOVES, 0) for index in listed}
+    first = min(placed, key=lambda index: placed[index].rank)
+    placed[first] = min(
+        (placed[first], _placed(bench, job, placed[first], FINAL_MOVES, 1)), key=lambda evaluated: evaluated.rank
+    )
+    fitting = [placed.get(index, one) for index, one in enumerate(found.fitting)]
+    fitting.sort(key=lambda one: one.rank)
+    best = fitting[0]
+    before = found.fitting[0]
+    chosen = next((index for index, one in placed.items() if one is best), None)
+    own = before if chosen is None else found.fitting[chosen]
+    return Placing(replace(found, fitting=tuple(fitting)), _note(best, own, before, len(listed)))
+
+
+def _as_given(bench: Workbench, job: Job, devices: tuple[int, ...], found: Found) -> Placing:
+    """The candidates that take as many devices as are given, on these."""
+    alike = [one for one in found.fitting if one.decisions.device_count == len(devices)]
+    if not alike:
+        raise PlanError(
+            "No plan that fits takes as many devices as are given.",
+            where="--fix mapping",
+            seen=f"{len(devices)} devices",
+            allowed=", ".join(map(str, sorted({one.decisions.device_count for one in found.fitting}))),
+            next_step="give the device of every lane, replica and shard, the last fastest; fix stages and replicas too",
+        )
+    for one in alike:
+        check_decisions(replace(one.decisions, devices=devices), job, len(bench.module.layers), bench.network.devices)
+    fitting = [other for one in alike if (other := _on(bench, job, one, devices)).simulation.fits]
+    if not fitting:
+        raise PlanError(
+            "No plan fits on these devices in this order.",
+            where="--fix mapping",
+            seen=", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else ""),
+            next_step="put the devices with less memory on other lanes, or leave the mapping to the search",
+        )
+    fitting.sort(key=lambda one: one.rank)
+    return Placing(replace(found, fitting=tuple(fitting)), "placement: as given")
+
+
+def _short_list(found: Found) -> list[int]:
+    """Indices of the candidates to place."""
+    grids: dict[tuple[int, int], int] = {}
+    for index, one in enumerate(found.fitting):
+        if one.decisions.device_count > 1:
+            grids.setdefault((len(one.decisions.replicas), one.decisions.lanes), index)
+    return list(grids.values())[:SHORT_LIST]
+
+
+def moves_for(slots: int, most: int) -> int:
+    """Moves for a plan of that many slots: a few for each pair of them, up to `most`."""
+    return min(50 * slots * slots, most)
+
+
+def _placed(bench: Workbench, job: Job, one: Evaluated, most: int, seed: int) -> Evaluated:
+    """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
+    simulation = one.simulation
+    question = make_question(simulation.work, bench.network, bench.layers, simulation.timeline)
+    moves = moves_for(one.decisions.device_count, most)
+    found = place(question, simulation.timeline, Budget(moves=moves, seed=seed))
+    if found.step_s >= found.given_s:
+        return one
+    better = _on(bench, job, one, found.devices)
+    return better if better.simulation.fits and better.rank < one.rank else one
+
+
+def _on(bench: Workbench, job: Job, one: Evaluated, devices: tuple[int, ...]) -> Evaluated:
+    """The candidate on other devices: the same order of its actions, lowered and simulated under their times."""
+    decisions = replace(one.decisions, devices=devices)
+    parts = bench.parts(job, decisions)
+    work = pipeline_work(parts, bench.programs)
+    costs = cost_table(work, bench.network, bench.layers)
+    return simulated(bench, decisions, parts, work, costs, _order(one.simulation.timeline.schedule))
+
+
+def _order(lowered: Schedule) -> Schedule:
+    """The compute actions of a lowered schedule, in their order."""
+    kinds = ("F", "I", "W", "B")
+    lanes = tuple(tuple(action for action in lane if action.kind in kinds) for lane in lowered.lanes)
+    return replace(lowered, lanes=lanes)
+
+
+def _note(best: Evaluated, own: Evaluated, before: Evaluated, listed: int) -> str:
+    """What the placement gained, for the plan's notes."""
+    tried = f"devices placed for {listed} candidate{'s' if listed > 1 else ''}"
+    if not best.decisions.devices:
+        return f"placement: hostname order; {tried}, none of them faster"
+    gain = 1 - best.step_s / own.step_s
+    text = f"placement: searched; {gain:.1%} less than this plan in hostname order ({format_seconds(own.step_s)})"
+    if before is not own:
+        text += f", {1 - best.step_s / before.step_s:.1%} less than the best plan in hostname order"
+    return f"{text}; {tried}"
