@@ -3,10 +3,13 @@
 Headless Chromium over the DevTools protocol (`devtools.py`); skipped, by name, where there is no Chromium.
 """
 
+from dataclasses import replace
+
 import pytest
 from devtools import CHROMIUM, Browser
 from show_toys import toy_model, toy_plan, write_toy_run
 
+from pipefit.plan.types import TradePoint
 from pipefit.show.page import report
 from pipefit.show.record import read_run
 from pipefit.show.subject import make_subject
@@ -228,3 +231,27 @@ def test_the_theme_button_goes_round(page):
 def test_pointing_at_the_loss_curve_names_the_step(page):
     page.click("#loss-chart svg")
     assert page.evaluate("document.querySelector('#loss-chart output').textContent").startswith("Step 1")
+
+
+def test_a_point_of_memory_against_time_tells_what_it_is(browser, tmp_path):
+    plan, cluster = toy_plan(stages=4, microbatches=4)
+    points = (
+        TradePoint(schedule="1f1b", recompute="full", memory_bytes=1e9, step_s=2.0),
+        TradePoint(schedule="fit", recompute="none,full,full,full", memory_bytes=2e9, step_s=1.5, chosen=True),
+        TradePoint(schedule="zb-v", recompute="none", memory_bytes=9e10, step_s=1.2),
+    )
+    plan = replace(plan, prediction=replace(plan.prediction, trade=points))
+    path = tmp_path / "report.html"
+    path.write_text(report(make_subject(plan, toy_model(9), cluster)), encoding="utf-8")
+    browser.size(1200, 900)
+    browser.open(path)
+    browser.settle()
+    told = "document.getElementById('trade-picked').textContent"
+    assert "1 none, 3 full" in browser.evaluate(told) and "this plan" in browser.evaluate(told)
+    browser.evaluate("document.querySelectorAll('.trade-point')[2].dispatchEvent(new MouseEvent('click'))")
+    assert browser.evaluate(told).startswith("zb-v, recompute none") and "83.8 GiB" in browser.evaluate(told)
+    assert browser.evaluate("document.querySelectorAll('.trade-point.picked').length") == 1
+    assert "does not fit" in browser.evaluate("document.querySelector('tr.picked').textContent")
+    browser.evaluate("document.querySelectorAll('.trade-point')[0].focus()")
+    assert browser.evaluate(told).startswith("1f1b, recompute full")
+    assert browser.problems == []

@@ -125,7 +125,8 @@ def fit_layout(
     limits = lane_limits(tables[0].work, bench.network) if limits is None else limits
     room = list(limits)
     count = moves_for(_actions(tables[0].parts)) if moves is None else moves
-    options = {one.decisions.recompute[0]: one.costs for one in tables} if len(tables) > 1 else None
+    by_name: dict[str, CostTable] = {one.decisions.recompute[0]: one.costs for one in tables}
+    options = by_name if len(tables) > 1 else None
     for _ in range(TIGHTER):
         try:
             made = fit(order_problem(tables[0].parts, tables[0].costs, room), moves=count, options=options)

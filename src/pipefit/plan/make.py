@@ -16,6 +16,7 @@ from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress
 from pipefit.plan.sensitivity import sensitivity
+from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
 
@@ -61,5 +62,6 @@ def make_plan(
         binds=binds,
         assumptions=(*plan.prediction.assumptions, counted),
         sensitivity=sensitivity(bench, job, pins, best),
+        trade=trade(bench, job, pins, best),
     )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))

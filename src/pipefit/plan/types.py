@@ -170,6 +170,19 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TradePoint:
+    """What the plan's layout would need and take with another order or other recomputation."""
+
+    schedule: str
+    recompute: str
+    "One for all stages, or one per stage with commas."
+    memory_bytes: float
+    "Peak of the lane that is fullest for its limit, on each of its devices."
+    step_s: float
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the simulator says of the plan."""
 
@@ -185,6 +198,8 @@ class Prediction:
     "What limits it: compute of a stage, a link, or memory."
     assumptions: tuple[str, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
+    trade: tuple[TradePoint, ...] = ()
+    "Memory against time on the plan's layout, by memory; empty for a single lane."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,13 @@ from pipefit.show.sections import (
     training_section,
 )
 from pipefit.show.sections_plan import bound_section, decisions_section, provenance_section
+from pipefit.show.sections_trade import trade_section
 from pipefit.show.subject import Subject
 from pipefit.show.trace import Trace, from_timeline
 from pipefit.show.traffic import REASONS, Traffic, step_traffic
 from pipefit.units import format_seconds
 
-SCRIPTS = ("decode.js", "timeline.js", "controls.js", "charts.js", "links.js", "page.js")
+SCRIPTS = ("decode.js", "timeline.js", "controls.js", "charts.js", "links.js", "trade.js", "page.js")
 GROUP = {"SEND_F": "T", "SEND_B": "T", "RECV_F": "T", "RECV_B": "T", "REDUCE": "R", "GATHER": "R"}
 """Legend keys of the kinds of action that are not their own; NORM, STEP and FREE are `O`."""
 
@@ -55,6 +56,7 @@ def report(subject: Subject) -> str:
         memory_section(subject, peaks),
         links_section(subject, traffic),
         training_section(record, subject.prediction.step_s) if record is not None and record.steps else "",
+        trade_section(subject.prediction),
         bound_section(subject.prediction),
         decisions_section(plan, subject.prediction),
         provenance_section(subject),
@@ -96,6 +98,7 @@ def _navigation(subject: Subject) -> str:
         ("memory", "Memory"),
         ("links", "Links"),
         *([("training", "Training")] if subject.record is not None and subject.record.steps else []),
+        *([("trade", "Trade")] if subject.prediction.trade else []),
         ("bound", "Limits"),
         ("decisions", "Decisions"),
         ("provenance", "Provenance"),

@@ -1,0 +1,167 @@
+"""The section on memory against time: every family and way of recomputing as a point, the fitted orders as a curve.
+
+A static drawing with a table of the same figures below it; `assets/trade.js` tells which point was picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipefit.plan.types import Prediction, TradePoint
+from pipefit.show.html import table, text
+from pipefit.show.sections import card
+from pipefit.units import format_bytes, format_seconds
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 86, 46, 18, 16
+"""Of the drawing and its margins, in its own units."""
+
+SLOWEST = 1.7
+"""Points that take longer than so many times the least stand in the table alone."""
+
+TICKS = 5
+COLOURS = {"none": "--f", "selective": "--w", "full": "--b"}
+"""By what is recomputed; where stages differ, the fitted curve's own colour."""
+
+CURVE = "--t"
+
+
+def trade_section(prediction: Prediction) -> str:
+    """Memory against time on the plan's layout; nothing where the plan has no such points."""
+    points = prediction.trade
+    if not points:
+        return ""
+    limit = min(lane.limit_bytes for lane in prediction.lanes)
+    chosen = next((one for one in points if one.chosen), None)
+    words = (
+        '<p class="lead">The same layout with other orders and other recomputation: what a device would need, and how '
+        "long a step would take. The line joins orders made for a memory limit (<b>fit</b>); the points are schedule "
+        "families; what lies right of the dashed line does not fit.</p>"
+    )
+    picked = _words(chosen) if chosen is not None else ""
+    rows = [
+        [
+            f'<span data-trade-row="{index}">{format_bytes(one.memory_bytes)}</span>',
+            format_seconds(one.step_s),
+            text(one.schedule),
+            text(recompute_words(one)),
+            _note(one, limit),
+        ]
+        for index, one in enumerate(points)
+    ]
+    figures = table(
+        "Memory and time of every point",
+        ["Memory", "Step time", "Schedule", "Recomputed", ""],
+        rows,
+        numeric=(0, 1),
+        stack=True,
+    )
+    return card(
+        "trade",
+        "Memory against time",
+        f'{words}<div class="scroll" tabindex="0" role="region" aria-label="Memory against time">'
+        f"{_drawing(points, limit)}</div>"
+        f'<p class="note">{_legend()}</p><p id="trade-picked" aria-live="polite">{picked}</p>'
+        f"<details><summary>All points as a table</summary>{figures}</details>",
+    )
+
+
+def recompute_words(point: TradePoint) -> str:
+    """`none`, or where stages differ how many take which: `3 none, 5 selective`."""
+    each = point.recompute.split(",")
+    kinds = sorted({*each}, key=["none", "selective", "full"].index)
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{each.count(kind)} {kind}" for kind in kinds)
+
+
+def _note(one: TradePoint, limit: float) -> str:
+    if one.chosen:
+        return "<b>this plan</b>"
+    return "" if one.memory_bytes <= limit else "does not fit"
+
+
+def _words(one: TradePoint) -> str:
+    return (
+        f"{text(one.schedule)}, recompute {text(recompute_words(one))}: "
+        f"<b>{format_bytes(one.memory_bytes)}</b>, <b>{format_seconds(one.step_s)}</b>"
+        + (" (this plan)" if one.chosen else "")
+    )
+
+
+def _drawing(points: Sequence[TradePoint], limit: float) -> str:
+    fastest = min(one.step_s for one in points)
+    shown = [(index, one) for index, one in enumerate(points) if one.step_s <= SLOWEST * fastest or one.chosen]
+    low = min(one.memory_bytes for _, one in shown)
+    high = max(limit, *(one.memory_bytes for _, one in shown))
+    slow = max(one.step_s for _, one in shown)
+    x = _scale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
+    y = _scale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
+    fitted = " ".join(f"{x(one.memory_bytes):.1f},{y(one.step_s):.1f}" for _, one in shown if one.schedule == "fit")
+    parts = [
+        _axes(x, y, low, high, fastest, slow),
+        f'<polyline points="{fitted}" fill="none" stroke="var({CURVE})" stroke-width="2"/>',
+        f'<line x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--bad)" '
+        'stroke-dasharray="5 4" stroke-width="1.5"/>',
+        f'<text x="{x(limit) - 5:.1f}" y="{TOP + 11}" text-anchor="end" class="trade-limit">a device</text>',
+    ]
+    named: set[str] = set()
+    best = float("inf")
+    for index, one in shown:
+        leads = one.step_s < best and one.schedule != "fit" and one.schedule not in named
+        best = min(best, one.step_s)
+        named |= {one.schedule} if leads else set()
+        parts.append(_mark(index, one, x(one.memory_bytes), y(one.step_s), leads))
+    return (
+        f'<svg id="trade-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" '
+        f'aria-label="Memory of a device against step time">{"".join(parts)}</svg>'
+    )
+
+
+def _mark(index: int, one: TradePoint, x: float, y: float, named: bool) -> str:
+    """One point that can be picked; a fitted order is a square, the chosen point has a ring."""
+    colour = f"var({COLOURS.get(one.recompute, CURVE)})"
+    if one.schedule == "fit":
+        shape = f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"/>'
+    else:
+        shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>'
+    if one.chosen:
+        shape += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="var(--ink)" stroke-width="2"/>'
+    if named or one.chosen:
+        label = "this plan" if one.chosen else one.schedule
+        shape += f'<text x="{x + 11:.1f}" y="{y - 6:.1f}" class="trade-name">{text(label)}</text>'
+    words = _words(one).replace("<b>", "").replace("</b>", "")
+    return (
+        f'<g class="trade-point" tabindex="0" role="button" data-trade="{index}" data-words="{text(_words(one))}" '
+        f'aria-label="{words}"><title>{words}</title>{shape}</g>'
+    )
+
+
+class _scale:
+    """A linear map from values to the drawing."""
+
+    def __init__(self, low: float, high: float, start: float, stop: float) -> None:
+        self.low, self.start = low, start
+        self.slope = (stop - start) / (high - low if high > low else 1.0)
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) * self.slope
+
+
+def _axes(x: _scale, y: _scale, low: float, high: float, fast: float, slow: float) -> str:
+    parts = []
+    for index in range(TICKS):
+        part = index / (TICKS - 1)
+        memory, time_s = low + part * (high - low), fast + part * (slow - fast)
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(time_s):.1f}" y2="{y(time_s):.1f}" stroke="var(--line)"/>'
+            f'<text x="{LEFT - 8}" y="{y(time_s) + 4:.1f}" text-anchor="end">{format_seconds(time_s)}</text>'
+            f'<text x="{x(memory):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{format_bytes(memory)}</text>'
+        )
+    parts.append(
+        f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 8}" text-anchor="middle">memory of the fullest device</text>'
+    )
+    return f'<g class="trade-axes">{"".join(parts)}</g>'
+
+
+def _legend() -> str:
+    swatches = [(f"var({colour})", f"recompute {name}") for name, colour in COLOURS.items()]
+    swatches.append((f"var({CURVE})", "fit, stages differ"))
+    return " ".join(f'<span><i class="trade-swatch" style="background:{c}"></i>{text(n)}</span>' for c, n in swatches)

@@ -1,0 +1,61 @@
+"""The trade curve of a plan: memory against time, fitted orders falling, the chosen point on it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from plan_toys import toy_cluster, toy_model
+from test_plan_search import little_memory
+
+from pipefit.codec import dump_text, load_text
+from pipefit.plan.explain import explain_text, trade_table
+from pipefit.plan.make import make_plan
+from pipefit.plan.types import Job, Plan
+
+JOB = Job(batch=16, sequence=512, precision="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(toy_model(8), little_memory(4, beyond=6_000_000), JOB, {"stages": 6, "replicas": (1,)})
+
+
+def test_more_memory_is_less_time_along_the_fitted_orders(plan: Plan) -> None:
+    assert plan.prediction is not None
+    points = plan.prediction.trade
+    assert [one.memory_bytes for one in points] == sorted(one.memory_bytes for one in points)
+    fitted = [one for one in points if one.schedule == "fit"]
+    assert len(fitted) >= 2
+    assert all(a.step_s > b.step_s for a, b in pairwise(fitted))
+
+
+def test_the_plan_is_the_fastest_point_that_fits(plan: Plan) -> None:
+    assert plan.prediction is not None
+    chosen = [one for one in plan.prediction.trade if one.chosen]
+    limit = min(lane.limit_bytes for lane in plan.prediction.lanes)
+    assert len(chosen) == 1
+    assert chosen[0].step_s == plan.prediction.step_s
+    assert chosen[0].memory_bytes == max(lane.peak_bytes for lane in plan.prediction.lanes) <= limit
+    inside = [one for one in plan.prediction.trade if one.memory_bytes <= limit]
+    assert chosen[0].step_s <= min(one.step_s for one in inside) * (1 + 2e-3), "a new order must win by a thousandth"
+
+
+def test_families_and_all_ways_of_recomputing_are_shown(plan: Plan) -> None:
+    assert plan.prediction is not None
+    shown = {(one.schedule, one.recompute) for one in plan.prediction.trade}
+    assert {("1f1b", "none"), ("1f1b", "full"), ("v-half", "none"), ("zb-v", "none"), ("v-min", "selective")} <= shown
+
+
+def test_it_is_printed_and_kept(plan: Plan) -> None:
+    assert load_text(Plan, dump_text(plan), "plan") == plan
+    text, rows = explain_text(plan), trade_table(plan).rows
+    assert "memory against time:" in text and rows
+    assert [row[4] for row in rows].count("chosen") == 1
+    assert len(dump_text(plan.prediction)) < 20_000
+
+
+def test_a_single_lane_has_no_trade() -> None:
+    alone = make_plan(toy_model(3), toy_cluster(1, 1), Job(batch=4, sequence=64))
+    assert alone.prediction is not None and alone.prediction.trade == ()
+    assert "memory against time" not in explain_text(alone)
