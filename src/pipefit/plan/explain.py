@@ -40,6 +40,7 @@ def forecast(plan: Plan) -> list[str]:
         f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{format_flops(rate)}/s a device",
         f"hangs on: {prediction.binds}",
+        *(note for note in prediction.assumptions if note.startswith("placement: ")),
     ]
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1
@@ -54,7 +55,11 @@ def forecast(plan: Plan) -> list[str]:
 
 def decision_table(plan: Plan) -> TextTable:
     """The choices, by the keys that `--fix` takes."""
-    return TextTable("decisions", ("what", "choice"), tuple((key, value) for key, value in plan.decisions.items()))
+    rows = tuple(
+        (key, _devices(list(map(int, value.split(",")))) if key == "mapping" else value)
+        for key, value in plan.decisions.items()
+    )
+    return TextTable("decisions", ("what", "choice"), rows)
 
 
 def stage_table(plan: Plan) -> TextTable:
