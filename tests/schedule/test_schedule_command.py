@@ -110,6 +110,14 @@ def test_fit_is_drawn_and_searches_as_long_as_asked(run: Run) -> None:
         assert tuple(from_csv(out, "fit").placement) == {"linear": (0, 1), "looped": (0, 1, 0, 1)}[placement]
 
 
+def test_the_solver_can_prove_that_nothing_is_better(run: Run) -> None:
+    """d=2, m=4 at three units: three idle slots are the least (tests/schedule/optimum.json)."""
+    pytest.importorskip("ortools")
+    words = ("fit", "--devices", "2", "--microbatches", "4", "--memory", "0.75", "--solver-seconds", "8", "--json")
+    told = json.loads(run(*words)[1])["fit"]
+    assert (told["span"], told["bound"], told["gap"]) == (4 * 6 + 3, 4 * 6 + 3, 0.0)
+
+
 MISTAKES = [
     ("fit --memory 0.1", ("No schedule keeps to so little memory", "at least 0.25, or 2")),
     ("fit --seconds -1", ("time of a search is not negative", "--seconds", "seen: -1")),
