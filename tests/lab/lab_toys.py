@@ -13,6 +13,7 @@ import pytest
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text
 from pipefit.lab import netns
+from pipefit.lab.lifecycle import lab_id
 from pipefit.lab.spec import LabFile
 from pipefit.lab.tables import DeviceTable
 
@@ -57,11 +58,12 @@ def lab_path(folder: Path, lab: LabFile) -> Path:
     return path
 
 
-def kernel_state() -> tuple[str, str]:
-    """(namespaces of labs, links of the machine): what must be the same before and after."""
+def kernel_state(path: Path) -> tuple[str, str]:
+    """(namespaces of the lab of this file, links of the machine): what must be the same before and after."""
     names = sorted(line.split()[0] for line in _say("ip", "netns", "list").splitlines())
     links = sorted(line.split()[0] for line in _say("ip", "-br", "link").splitlines())
-    return " ".join(name for name in names if name.startswith(netns.PREFIX)), " ".join(links)
+    prefix = f"{netns.PREFIX}{lab_id(path)}-"
+    return " ".join(name for name in names if name.startswith(prefix)), " ".join(links)
 
 
 def _say(*command: str) -> str:

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lab_toys import kernel_state, needs_lab
+from lab_toys import needs_lab
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "lab_calibration.json"
 
 
 @needs_lab
-def test_quick_measures_a_lab_and_leaves_nothing(tmp_path: Path) -> None:
-    before, out = kernel_state(), tmp_path / "result.json"
+def test_quick_measures_a_lab(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "lab_calibration.py"), "--quick", "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -23,7 +23,6 @@ def test_quick_measures_a_lab_and_leaves_nothing(tmp_path: Path) -> None:
     assert (lab["hosts"], lab["devices"], len(lab["pairs"])) == (4, 8, 4 * 4)
     assert len(lab["shared"]["cases"]) >= 2
     assert f"{lab['links']['mean_error']:.2%}" in done.stdout
-    assert kernel_state() == before
 
 
 def test_the_committed_result_is_within_the_limits_and_quoted() -> None:

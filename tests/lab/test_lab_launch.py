@@ -108,10 +108,10 @@ if os.environ["RANK"] == "1":
     sys.exit(7)
 time.sleep(100)
 """
-    before, begin = kernel_state(), time.monotonic()
+    before, begin = kernel_state(lab.path), time.monotonic()
     assert run(lab, "python", script(tmp_path, text), grace_s=0.5) == (7, [])
     assert time.monotonic() - begin < 30
-    assert kernel_state() == before
+    assert kernel_state(lab.path) == before
 
 
 @needs_lab
@@ -134,10 +134,10 @@ def test_a_run_that_could_not_keep_its_pace_is_invalid(lab: Lab, tmp_path: Path)
 import time
 from pipefit.lab.pace import device
 emulated = device()
-for action in range(20):
+for seconds in (0.001, 0.5):
     began = emulated.begin()
     time.sleep(0.02)
-    emulated.finish(began, 0.5 if action else 0.001, 0.0, warm=False) if action < 2 else None
+    emulated.finish(began + seconds, seconds, 0.0, warm=False)
 """
     with lifecycle.use(lab):
         result = launch.run_judged(lab, ["python", script(tmp_path, text)], devices=[0, 1], preload=())
@@ -168,8 +168,8 @@ def test_mistakes_on_the_command_line(words: list[str], message: str, tmp_path: 
 
 @needs_lab
 def test_the_command_line_makes_checks_and_removes_a_lab(tmp_path: Path) -> None:
-    before = kernel_state()
     path = str(lab_path(tmp_path, toy_lab(toy_cluster(2, 1))))
+    before = kernel_state(Path(path))
     app, runner = build_app(), CliRunner()
     said = runner.invoke(app, ["lab", "up", path])
     assert said.exit_code == 0 and "lab toy (pflab-" in said.output and "10.77.1.1" in said.output
@@ -180,4 +180,4 @@ def test_the_command_line_makes_checks_and_removes_a_lab(tmp_path: Path) -> None
     assert said.exit_code == 3
     assert runner.invoke(app, ["lab", "down", path]).output == "removed 3 namespaces\n"
     assert runner.invoke(app, ["lab", "down", path]).output == "nothing was standing\n"
-    assert kernel_state() == before
+    assert kernel_state(Path(path)) == before

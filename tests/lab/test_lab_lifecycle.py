@@ -31,11 +31,11 @@ time.sleep(300)
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     """A lab that is down, and is taken down in the end; the kernel must be as it was."""
-    before = kernel_state()
     made = Lab.open(lab_path(tmp_path, toy_lab()))
+    before = kernel_state(made.path)
     yield made
     lifecycle.down(made.path)
-    assert kernel_state() == before
+    assert kernel_state(made.path) == before
     assert not list(lifecycle.state_folder().glob(f"{made.id}.*"))
 
 
@@ -77,17 +77,17 @@ def wait_dead(pids: list[int], seconds: float = 10) -> list[int]:
 
 @needs_lab
 def test_up_makes_what_the_file_says_and_down_leaves_nothing(lab: Lab) -> None:
-    before = kernel_state()
+    before = kernel_state(lab.path)
     lifecycle.up(lab)
     assert netns.standing(lab.prefix) == [lab.prefix + name for name in ("h0", "h1", "hub")]
-    assert kernel_state()[1] == before[1], "the machine's own links are not touched"
+    assert kernel_state(lab.path)[1] == before[1], "the machine's own links are not touched"
     said = subprocess.run(
         ["ip", "-n", lab.namespace(1), "-br", "addr"], capture_output=True, text=True, check=True
     ).stdout
     assert "10.77.1.1/16" in said and "10.77.1.2/32" in said
     assert "n1: " in "\n".join(lifecycle.describe(lab)) and "10.0 MB/s" in lifecycle.describe(lab)[1]
     assert lifecycle.down(lab.path) == [lab.prefix + name for name in ("h0", "h1", "hub")]
-    assert kernel_state() == before
+    assert kernel_state(lab.path) == before
     assert lifecycle.down(lab.path) == [], "twice is as good as once"
 
 
@@ -106,12 +106,12 @@ def test_up_removes_what_an_earlier_lab_left(lab: Lab) -> None:
 
 @needs_lab
 def test_a_fault_while_it_comes_up_leaves_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kernel_state()
+    before = kernel_state(lab.path)
     monkeypatch.setattr(network, "hub_shaping", lambda file: ["qdisc add dev nothing root handle 1: htb"])
     with pytest.raises(LabError, match="A command of iproute2 failed") as caught:
         lifecycle.up(lab)
     assert "nothing" in str(caught.value.seen) and "sch_htb" in str(caught.value.next_step)
-    assert kernel_state() == before
+    assert kernel_state(lab.path) == before
 
 
 @needs_lab
@@ -127,7 +127,7 @@ def test_a_lab_of_another_version_of_the_file_is_not_used(lab: Lab, tmp_path: Pa
 @needs_lab
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_all_at_once(lab: Lab, tmp_path: Path, number: signal.Signals) -> None:
-    before = kernel_state()
+    before = kernel_state(lab.path)
     process, ranks, children = start_run(lab, tmp_path)
     with pytest.raises(LabError, match="The lab is in use") as caught:
         lifecycle.down(lab.path)
@@ -136,12 +136,12 @@ def test_a_signal_ends_all_at_once(lab: Lab, tmp_path: Path, number: signal.Sign
     process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert not wait_dead(ranks + children)
-    assert kernel_state() == before
+    assert kernel_state(lab.path) == before
 
 
 @needs_lab
 def test_after_sigkill_the_ranks_are_dead_and_down_removes_the_rest(lab: Lab, tmp_path: Path) -> None:
-    before = kernel_state()
+    before = kernel_state(lab.path)
     process, ranks, children = start_run(lab, tmp_path)
     process.kill()
     process.communicate(timeout=60)
@@ -149,7 +149,7 @@ def test_after_sigkill_the_ranks_are_dead_and_down_removes_the_rest(lab: Lab, tm
     assert alive(children) == children, "the test must leave something behind"
     assert lifecycle.down(lab.path) == [lab.prefix + name for name in ("h0", "h1", "hub")]
     assert not wait_dead(children)
-    assert kernel_state() == before
+    assert kernel_state(lab.path) == before
 
 
 @needs_lab
@@ -177,14 +177,14 @@ def test_without_root_or_iproute2_the_message_says_what_to_do(monkeypatch: pytes
 
 @needs_lab
 def test_a_kernel_that_lacks_something_is_found_before_a_lab_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, add = kernel_state(), netns.batch
+    add = netns.batch
 
     def without_htb(command: list[str], lines: list[str]) -> None:
         add(command, [line.replace("htb", "no-such-qdisc") for line in lines])
 
     monkeypatch.setattr(netns, "batch", without_htb)
     assert "qdisc kind is unknown" in netns.why_not()
-    assert kernel_state() == before
+    assert f"{netns.PREFIX}try-{os.getpid()}" not in netns.standing(netns.PREFIX)
 
 
 def test_more_hosts_than_the_memory_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

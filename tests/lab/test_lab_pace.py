@@ -197,6 +197,36 @@ def test_gradients_of_layers_are_ready_when_the_device_would_have_them(
     assert [at for _, at in seen] == pytest.approx([expected_s("B", done) for done in (1, 2, 3)])
 
 
+def test_starting_reductions_is_no_work_of_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device, clock = emulate(monkeypatch, tmp_path, seed=8), Clock(monkeypatch)
+    stage = pace.paced(Program())
+    for step in range(2):
+        stage.begin_step(step, 1)
+        stage.forward(0, 0, {}, FEED)
+        begin = clock.now
+        stage.on_layer_gradients = lambda place: clock.sleep(1e-3)
+        stage.backward(0, 0, {})
+        stage.on_layer_gradients = None
+        assert clock.now - begin == pytest.approx(expected_s("B") + 1e-3), "the first two run beside the device's work"
+    assert device.counts.late == 0 and device.counts.actions == 2
+
+
+def test_a_layer_whose_real_work_is_late_makes_the_last_backward_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device, clock = emulate(monkeypatch, tmp_path, seed=9), Clock(monkeypatch, late_s=1e-4)
+    first_s = expected_s("B", 1)
+    stage = pace.paced(Program(lambda: clock.sleep(first_s + 0.01)))
+    for step in range(2):
+        stage.begin_step(step, 1)
+        stage.forward(0, 0, {}, FEED)
+        stage.on_layer_gradients = lambda place: clock.sleep(5e-4)
+        stage.backward(0, 0, {})
+        stage.on_layer_gradients = None
+    assert device.counts.late == 1 and device.counts.actions == 2
+    assert device.counts.worst_s == pytest.approx(0.0102, abs=1e-6), "two sleeps of the test wake up late"
+
+
 def test_real_work_that_takes_longer_is_counted_and_invalid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device, clock = emulate(monkeypatch, tmp_path, seed=1), Clock(monkeypatch)
     stage = pace.paced(Program(lambda: clock.sleep(expected_s("F") + 0.02)))

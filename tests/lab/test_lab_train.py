@@ -16,7 +16,7 @@ from pipefit.lab.tables import DeviceTable
 from pipefit.plan.check import load_plan
 
 RATES = {(0, 1): 2e7, (1, 0): 1e7}
-TABLE = DeviceTable(flops_per_s=4e9, memory_bytes_per_s=4e9, knee_tokens=16.0, action_s=1e-2)
+TABLE = DeviceTable(flops_per_s=4e9, memory_bytes_per_s=4e9, knee_tokens=16.0, action_s=5e-3)
 
 
 def pipefit(folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
@@ -39,8 +39,8 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.timeout(600)
 def test_profile_plan_and_train_in_a_lab(tmp_path: Path) -> None:
     """On a machine busy with other work a run may be invalid (code 2); then it must say so, everywhere."""
-    before = kernel_state()
     lab = lab_path(tmp_path, toy_lab(toy_cluster(2, 2, lambda a, b: RATES[a, b]), devices={"slow": TABLE}))
+    before = kernel_state(lab)
     measure = (
         "--model",
         "tiny",
@@ -76,4 +76,4 @@ def test_profile_plan_and_train_in_a_lab(tmp_path: Path) -> None:
     devices = load_plan(tmp_path / "plan.json").devices
     pipefit(tmp_path, *train, "-o", "free", "--local", str(len(devices)))
     assert losses(tmp_path / "paced") == pytest.approx(losses(tmp_path / "free"), rel=1e-5)
-    assert kernel_state() == before
+    assert kernel_state(lab) == before

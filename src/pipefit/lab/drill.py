@@ -28,7 +28,8 @@ def main(actions: int) -> None:
         busy_until = time.thread_time() + WORK_S
         while time.thread_time() < busy_until:
             pass
-        emulated.finish(began, seconds * emulated.draw(), 0.0, warm=False)
+        taken_s = seconds * emulated.draw()
+        emulated.finish(began + taken_s, taken_s, 0.0, warm=False)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ HEADERS_BYTES = 14 + 20 + 32
 PACKETS_PER_S = 20000
 """All hosts together: what costs two cores little beside the ranks."""
 
-INSIDE_PACKET_S = 2e-4
-"""What one packet may take on a link inside a host."""
+INSIDE_PACKET_S = 5e-5
+"""What one packet may take on a link inside a host, and by how much such a class may fall behind."""
 
 QUEUE_PACKETS = 20000
 """So long that nothing is lost; TCP's windows keep queues shorter."""
@@ -184,7 +184,7 @@ def host_shaping(lab: LabFile, host: int) -> list[str]:
     if inside:
         devices = range(lab.cluster.hosts[host].devices)
         ports = [_Leaf(f"dst {address(host, device)}/32", inside) for device in devices]
-        lines += _tree("lo", inside * len(devices), ports, inside_packet_bytes(lab, host))
+        lines += _tree("lo", inside * len(devices), ports, inside_packet_bytes(lab, host), INSIDE_PACKET_S)
     return lines
 
 
@@ -227,24 +227,26 @@ def _cable(name: str, packet: int) -> str:
     return f"dev {name} mtu {packet} gso_max_size {packet} txqueuelen {QUEUE_PACKETS}"
 
 
-def _tree(device: str, rate: float, leaves: list[_Leaf], packet: int) -> list[str]:
+def _tree(device: str, rate: float, leaves: list[_Leaf], packet: int, burst_s: float = BURST_S) -> list[str]:
     lines = [
         f"qdisc add dev {device} root handle 1: htb",
-        f"class add dev {device} parent 1: classid 1:1 {_htb(rate, rate, packet)}",
+        f"class add dev {device} parent 1: classid 1:1 {_htb(rate, rate, packet, burst_s)}",
     ]
     for index, leaf in enumerate(leaves):
         place = f"1:{0x10 + index:x}"
         own = min(leaf.rate, rate / len(leaves))
-        lines.append(f"class add dev {device} parent 1:1 classid {place} {_htb(own, min(leaf.rate, rate), packet)}")
+        lines.append(
+            f"class add dev {device} parent 1:1 classid {place} {_htb(own, min(leaf.rate, rate), packet, burst_s)}"
+        )
         lines.append(f"filter add dev {device} parent 1: protocol ip prio 1 u32 match ip {leaf.match} flowid {place}")
     return lines
 
 
-def _htb(rate: float, ceiling: float, packet: int) -> str:
+def _htb(rate: float, ceiling: float, packet: int, burst_s: float) -> str:
     whole = packet + 14
     raised = whole / (packet + 14 - HEADERS_BYTES)
     words = []
     for name, burst, value in (("rate", "burst", rate), ("ceil", "cburst", ceiling)):
         bytes_per_s = value * raised
-        words.append(f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(whole, round(bytes_per_s * BURST_S))}b")
+        words.append(f"{name} {max(8, round(bytes_per_s * 8))}bit {burst} {max(whole, round(bytes_per_s * burst_s))}b")
     return f"htb {' '.join(words)} quantum {whole}"

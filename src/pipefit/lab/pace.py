@@ -87,19 +87,25 @@ class Device:
         self._started = now = time.perf_counter()
         return now - self._debt_s if now - self._woke < AT_ONCE_S else now
 
-    def wait_until(self, deadline: float) -> float:
-        """Sleep; by how many seconds it was too late already (not above zero: in time)."""
-        left = deadline - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        return -left
+    def wait_until(self, deadline: float) -> tuple[float, float]:
+        """Sleep until then: (seconds that it was too late already, seconds that waking up took too long)."""
+        late_s = time.perf_counter() - deadline
+        if late_s >= 0:
+            return late_s, 0.0
+        time.sleep(-late_s)
+        return 0.0, max(0.0, time.perf_counter() - deadline)
 
-    def finish(self, began: float, seconds: float, exchanged_s: float, warm: bool) -> None:
-        """End an action that began then and takes so long, besides what it spent in collectives."""
-        deadline = began + seconds + exchanged_s
-        late_s = self.wait_until(deadline)
+    def finish(
+        self, deadline: float, seconds: float, exchanged_s: float, warm: bool, marks: Marks | None = None
+    ) -> None:
+        """End an action at `deadline`, if its real work is done by then. It takes `seconds` on the device, besides what
+        it spent in collectives. `marks` are of a last backward, which has waited for its layers already."""
+        late_s, overslept_s = self.wait_until(deadline)
         self._woke = time.perf_counter()
-        self._debt_s = max(0.0, self._woke - deadline) if late_s <= 0 else 0.0
+        self._debt_s = overslept_s
+        if marks is not None:
+            # What came after the last layer was starting its reduction, which is no work of the device.
+            late_s, self._debt_s = marks.late_s, overslept_s or marks.overslept_s
         counts = self.counts
         if warm:
             counts.warm += 1
@@ -110,6 +116,18 @@ class Device:
         if late_s > 0:
             counts.late += 1
             counts.worst_s = max(counts.worst_s, late_s)
+
+
+@dataclass(slots=True)
+class Marks:
+    """How a last backward goes from layer to layer."""
+
+    late_s: float = 0.0
+    "By how much the real work of a layer was late at most."
+    overslept_s: float = 0.0
+    "At the last layer."
+    excused_s: float = 0.0
+    "What the last waking up and the start of its reductions took too long."
 
 
 class PacedStage:
@@ -151,20 +169,26 @@ class PacedStage:
         began, before_s = device.begin(), device.exchange_s
         layers_s = self._layer_times(kind, sizes)
         factor = device.draw()
-        done, shown_s = self.on_layer_gradients, device.table.action_s
+        done, shown_s, marks = self.on_layer_gradients, device.table.action_s, Marks()
 
         def announce(place: int) -> None:
             """The gradients of this layer are complete on the emulated device once it and all after it are done."""
             nonlocal shown_s
             shown_s += layers_s[place]
-            device.wait_until(began + shown_s * factor + device.exchange_s - before_s)
+            deadline = began + shown_s * factor + device.exchange_s - before_s
+            late_s, marks.overslept_s = device.wait_until(deadline)
+            marks.late_s = max(marks.late_s, late_s - marks.excused_s)
             assert done is not None
             done(place)
+            marks.excused_s = time.perf_counter() - deadline - max(0.0, late_s - marks.excused_s)
 
-        self._program.on_layer_gradients = announce if done is not None and kind in "BW" else None
+        announces = done is not None and kind in "BW"
+        self._program.on_layer_gradients = announce if announces else None
         result = work()
         seconds = (device.table.action_s + sum(layers_s)) * factor
-        device.finish(began, seconds, device.exchange_s - before_s, self._steps < 2)
+        exchanged_s = device.exchange_s - before_s
+        warm = self._steps < 2
+        device.finish(began + seconds + exchanged_s, seconds, exchanged_s, warm, marks if announces else None)
         return result
 
     def _layer_times(self, kind: str, sizes: Mapping[str, int]) -> list[float]:
