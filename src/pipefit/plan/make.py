@@ -12,6 +12,7 @@ from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
 from pipefit.plan.fitting import best_plans
 from pipefit.plan.nearest import does_not_fit
+from pipefit.plan.placement_plan import place_found
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress
@@ -45,6 +46,8 @@ def make_plan(
     found = best_plans(bench, job, pins, top, progress)
     if not found.fitting:
         raise does_not_fit(bench, job, pins, found)
+    placing = place_found(bench, job, pins, found)
+    found = placing.found
     best = found.fitting[0]
     plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     plan = predict(plan, model, best.simulation, found.lower_bound_s)
@@ -60,7 +63,7 @@ def make_plan(
     prediction = replace(
         plan.prediction,
         binds=binds,
-        assumptions=(*plan.prediction.assumptions, counted),
+        assumptions=(*plan.prediction.assumptions, *filter(None, [placing.note]), counted),
         sensitivity=sensitivity(bench, job, pins, best),
         trade=trade(bench, job, pins, best),
     )
