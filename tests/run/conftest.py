@@ -1,10 +1,14 @@
-"""One pool of eight gloo processes for all tests of this folder that want one."""
+"""One pool of eight gloo processes for all tests of this folder that want one; the schedule tests' helpers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "schedule"))
 
 _POOLS: list = []
 
