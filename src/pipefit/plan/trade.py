@@ -57,6 +57,8 @@ def _families(
             continue
         if "placement" in pins and placement != layout.lane_of_stage:
             continue
+        if "cuts" in pins and len(placement) != len(pins["cuts"]) + 1:
+            continue
         for recompute in ways:
             if len(recompute) not in (1, len(placement)):
                 continue
