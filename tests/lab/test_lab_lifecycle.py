@@ -36,7 +36,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     yield made
     lifecycle.down(made.path)
     assert kernel_state(made.path) == before
-    assert not list(lifecycle.state_folder().glob(f"{made.id}.*"))
+    assert not list(lifecycle.state_folder().glob(f"{made.id}*"))
 
 
 def start_run(lab: Lab, folder: Path) -> tuple[subprocess.Popen[str], list[int], list[int]]:
@@ -147,6 +147,7 @@ def test_after_sigkill_the_ranks_are_dead_and_down_removes_the_rest(lab: Lab, tm
     process.communicate(timeout=60)
     assert not wait_dead(ranks), "the kernel ends the ranks"
     assert alive(children) == children, "the test must leave something behind"
+    assert list(lifecycle.state_folder().glob(f"{lab.id}-*")), "and a folder"
     assert lifecycle.down(lab.path) == [lab.prefix + name for name in ("h0", "h1", "hub")]
     assert not wait_dead(children)
     assert kernel_state(lab.path) == before

@@ -6,15 +6,13 @@ Streams that share a port or an uplink are measured one after the other: what is
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipefit.errors import LabError
 from pipefit.lab import launch, network
-from pipefit.lab.lifecycle import Lab
+from pipefit.lab.lifecycle import Lab, scratch
 from pipefit.lab.pace import read_counts
 from pipefit.lab.spec import LabFile
 from pipefit.lab.streams import Pair, Streams, streams
@@ -148,6 +146,7 @@ def as_data(lab: Lab, result: Calibration) -> dict[str, Any]:
         "hosts": len(lab.file.cluster.hosts),
         "devices": sum(host.devices for host in lab.file.cluster.hosts),
         "good": result.good,
+        "not_made": network.not_made(lab.file.cluster, network.rates_of(lab.file)),
         "links": {"mean_error": _mean(errors), "max_error": max(errors, default=0.0), "allowed": LINKS_WITHIN},
         "pace": {
             "mean_error": _mean(paces),
@@ -211,12 +210,12 @@ def _paces(lab: Lab) -> list[PaceCheck]:
     if not paced:
         return []
     said: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="pipefit-lab-") as folder:
+    with scratch(lab) as folder:
         command = ["python", "-m", "pipefit.lab.drill", str(ACTIONS)]
-        code = launch.run(lab, command, devices=paced, counts=Path(folder), say=said.append, preload=())
+        code = launch.run(lab, command, devices=paced, counts=folder, say=said.append, preload=())
         if code:
             raise LabError("The check of the pace failed.", where=str(lab.path), seen="\n".join(said[-5:]))
-        counts = read_counts(Path(folder))
+        counts = read_counts(folder)
     return [PaceCheck(d, c["emulated_s"], c["taken_s"], c["late"]) for d, c in sorted(counts.items())]
 
 

@@ -12,7 +12,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 
 from pipefit.errors import LabError
 from pipefit.lab import network
-from pipefit.lab.lifecycle import Lab, available_bytes
+from pipefit.lab.lifecycle import Lab, available_bytes, scratch
 from pipefit.lab.pace import judge, read_counts
 from pipefit.lab.spec import require_memory
 
@@ -148,9 +147,9 @@ class Judged:
 
 def run_judged(lab: Lab, command: Sequence[str], **options: Any) -> Judged:
     """`run`, and whether all ranks kept to their pace: a run that did not has shown nothing."""
-    with tempfile.TemporaryDirectory(prefix="pipefit-lab-") as folder:
-        code = run(lab, command, counts=Path(folder), **options)
-        counts = list(read_counts(Path(folder)).values())
+    with scratch(lab) as folder:
+        code = run(lab, command, counts=folder, **options)
+        counts = list(read_counts(folder).values())
     valid, words = judge(counts) if counts else (True, "")
     return Judged(code or (0 if valid else 2), valid, words)
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -149,7 +150,17 @@ def remove(path: str | Path) -> list[str]:
     netns.remove(names)
     with contextlib.suppress(FileNotFoundError):
         _state(ident).unlink()
+    for folder in state_folder().glob(f"{ident}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
     return names
+
+
+@contextlib.contextmanager
+def scratch(lab: Lab) -> Iterator[Path]:
+    """A folder for as long as it is needed; of a killed process it goes with the lab."""
+    state_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{lab.id}-", dir=state_folder()) as folder:
+        yield Path(folder)
 
 
 def describe(lab: Lab) -> list[str]:

@@ -12,15 +12,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from pipefit.errors import LabError
 from pipefit.lab import netns, network
-from pipefit.lab.lifecycle import Lab
+from pipefit.lab.lifecycle import Lab, scratch
 
 PORT = 5201
 START_S = 60.0
@@ -66,14 +64,14 @@ def streams(lab: Lab) -> Iterator[Streams]:
     """Start a process on every host of a lab that stands; end them all at the end."""
     count = len(lab.file.cluster.hosts)
     running: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="pipefit-lab-") as folder, socket.socket(socket.AF_UNIX) as door:
-        door.bind(str(Path(folder) / "door"))
+    with scratch(lab) as folder, socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(folder / "door"))
         door.listen(count)
         door.settimeout(START_S)
         told: dict[int, socket.socket] = {}
         try:
             for h in range(count):
-                command = [sys.executable, "-m", "pipefit.lab.streams", str(Path(folder) / "door"), str(h)]
+                command = [sys.executable, "-m", "pipefit.lab.streams", str(folder / "door"), str(h)]
                 running.append(
                     subprocess.Popen([*netns.inside(lab.namespace(h)), *command, str(os.getpid())], stdin=-3)
                 )
