@@ -20,10 +20,10 @@ from pipefit.plan.work import pipeline_work
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_seconds
 
-SHORT_LIST = 6
+SHORT_LIST = 4
 """Candidates that are placed: the fastest of each grid of replicas and lanes, the fastest grids first."""
 
-FIRST_MOVES, FINAL_MOVES = 12_000, 60_000
+FIRST_MOVES, FINAL_MOVES = 8_000, 40_000
 """Most moves for each of the short list, and for the best of them again."""
 
 
