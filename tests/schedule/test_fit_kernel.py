@@ -92,7 +92,7 @@ def test_times_are_those_of_the_simulator(seed: int, whole: bool) -> None:
     assert s.value[0] == pytest.approx(max(spans), rel=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_moves_are_legal_and_valued_as_if_from_the_start(seed: int) -> None:
     rng = random.Random(seed)

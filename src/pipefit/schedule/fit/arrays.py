@@ -154,7 +154,7 @@ def _reserve(instance: Instance) -> Floats:
     )
 
 
-INLINE = ("conflict", "draw", "safe", "choose_next")
+INLINE = ("conflict", "draw", "idle_around", "choose_place", "safe", "choose_next")
 """What becomes a part of its callers: a call that hands over the tables costs more than these functions do."""
 
 

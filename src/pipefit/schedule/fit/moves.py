@@ -119,10 +119,26 @@ def pull(t: Any, r: Any, lane: int, at: int, level: float) -> None:
         at += 1
 
 
+def idle_around(t: Any, s: Any, lane: int, at: int, reach: int) -> float:
+    """The time for which a lane idles around a place."""
+    low, high = max(at - reach, 0), min(at + reach, s.length[lane] - 1)
+    return float(s.start[lane, high] - s.start[lane, low] - (s.done[lane, high] - s.done[lane, low]))
+
+
+def choose_place(t: Any, s: Any, r: Any, lane: int) -> int:
+    """A random place of a lane, rather one where the lane idles."""
+    at = draw(r.numbers, s.length[lane])
+    if draw(r.numbers, 4) < 3:
+        other = draw(r.numbers, s.length[lane])
+        if idle_around(t, s, lane, other, 6) > idle_around(t, s, lane, at, 6):
+            at = other
+    return at
+
+
 def shift_one(t: Any, s: Any, r: Any, lane: int, reach: int) -> float:
     """A random operation of a lane moves by up to `reach` places. Returns the time from which things change, or -1."""
     length = s.length[lane]
-    at = draw(r.numbers, length)
+    at = choose_place(t, s, r, lane)
     by = 1 + draw(r.numbers, reach)
     to = max(at - by, 0) if draw(r.numbers, 2) else min(at + by, length - 1)
     pulls = draw(r.numbers, 2)

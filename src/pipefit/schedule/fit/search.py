@@ -18,6 +18,7 @@ from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
 from pipefit.schedule.fit.instance import Instance, Objective, schedule_of
 from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
+from pipefit.schedule.fit.periodic import tuned
 from pipefit.schedule.fit.result import Fit
 from pipefit.schedule.fit.verify import excess, least_bytes, least_held, one_by_one, peaks
 from pipefit.schedule.problem import Problem
@@ -31,8 +32,12 @@ CHOICE_SHARE = 0.6
 """Of the moves, what goes into the choice of options: the best few, and the best uniform one."""
 LOOK = 600
 """Moves that one choice of options is looked at with."""
-SHORT_SHARE = 0.25
-"""Of the moves, what goes into a search with few microbatches where there are many."""
+TUNED = 4
+TUNE_SHARE = 0.05
+"""Of the moves, what goes into the tuning of each of the best starts."""
+SHORTS = 3
+SHORT_SHARE = 0.08
+"""Where there are many microbatches: so many searches with few, each with this share of the moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +138,36 @@ def _exactly(search: Search, tight: Instance, found: Start) -> tuple[Start, floa
 
 
 def _starts(search: Search, instance: Instance) -> list[Start]:
-    """All constructions, best first, and, for many microbatches, a search of fewer that is extended."""
+    """All constructions, for many microbatches searches of fewer, extended, and the best ones tuned; best first."""
     problem, loops, budget = search.problem, search.loops, search.budget
     t = tables(instance)
     starts = all_starts(instance, problem, t, loops)
+    if not starts or not budget.take(1):
+        return starts
     microbatches = few(instance)
-    if microbatches == instance.microbatches or not starts or not budget.take(1):
-        return starts
-    short = shortened(instance, microbatches)
-    short_t = tables(short)
-    begin = all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
-    if not begin:
-        return starts
-    inner = budget.part(SHORT_SHARE)
-    best = improve(short, short_t, loops, begin, inner, search.seed)
-    budget.spent += inner.spent
-    starts += extended(instance, t, loops, short, short_t, best)
+    if microbatches < instance.microbatches:
+        short = shortened(instance, microbatches)
+        short_t = tables(short)
+        begin = all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
+        for n in range(SHORTS if begin else 0):
+            inner = budget.part(SHORT_SHARE)
+            best = improve(short, short_t, loops, begin[n:] or begin, inner, search.seed + 10 * n)
+            budget.spent += inner.spent
+            starts += extended(instance, t, loops, short, short_t, best)
+    for n, one in enumerate(_different(starts)):
+        inner = budget.part(TUNE_SHARE)
+        made = tuned(instance, t, loops, one, inner, search.seed + n)
+        budget.spent += inner.spent
+        starts += [] if made is None else [made]
     return sorted(starts, key=lambda start: start.time_s)
+
+
+def _different(starts: list[Start]) -> list[Start]:
+    """The best few with different names."""
+    by_name: dict[str, Start] = {}
+    for start in sorted(starts, key=lambda start: start.time_s):
+        by_name.setdefault(start.name, start)
+    return list(by_name.values())[:TUNED]
 
 
 def _choose(

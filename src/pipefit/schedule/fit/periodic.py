@@ -1,0 +1,78 @@
+"""Repeating blocks with real offsets, tuned: one offset for each F, I and W of a stage, and one period.
+
+The wishes of a block do not depend on the number of microbatches, so that a handful of numbers stands for thousands of
+operations. `greedy.construct` says in microseconds an operation what a block leads to, ends included, within memory;
+a random search over the offsets does the rest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipefit.schedule.fit.arrays import Loops
+from pipefit.schedule.fit.construct import Start, built, merged_stages, swept
+from pipefit.schedule.fit.improve import Budget
+from pipefit.schedule.fit.instance import Floats, I, Instance, W
+from pipefit.schedule.fit.kernel import Tables
+
+COST = 50
+"""Moves that one construction counts as."""
+MOST = 1500
+"""Blocks that are tried from one start."""
+
+
+def tuned(instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int) -> Start | None:
+    """The best orders that blocks near the steady state of `start` lead to."""
+    offset, period = steady(instance, t, loops, start)
+    merge = merged_stages(instance, start.orders)
+    turns = np.argsort(instance.backwards)
+    count = np.stack([np.arange(instance.units), turns, turns])[:, None, :]
+    random = np.random.default_rng(seed)
+    step = float(instance.time_s[:3].mean())
+
+    def made(offset: Floats, period: float) -> Start | None:
+        return built(instance, t, loops, (offset[:, :, None] + period * count).reshape(-1, instance.units), merge)
+
+    best = made(offset, period)
+    tries = min(MOST, budget.moves // COST)
+    for n in range(tries):
+        if not budget.take(COST):
+            break
+        budget.spent += COST
+        near, stretch = changed(random, offset, step * (1.0 - n / tries) + 0.05 * step)
+        other = made(near, period * stretch)
+        if other is not None and (best is None or other.time_s <= best.time_s):
+            best, offset, period = other, near, period * stretch
+    return None if best is None else Start(best.time_s, f"{start.name}, tuned", best.orders)
+
+
+def steady(instance: Instance, t: Tables, loops: Loops, start: Start) -> tuple[Floats, float]:
+    """([kind, stage] offsets, period) of the middle of a schedule."""
+    begin = swept(instance, t, loops, start.orders).begin.reshape(3, instance.stages, instance.units)
+    begin = np.stack([begin[0], begin[I], np.where(begin[W] < 1e299, begin[W], begin[I] + instance.time_s[I])])
+    begin[I:] = begin[I:][:, :, instance.backwards]
+    middle, reach = instance.units // 2, max(1, min(6, instance.units // 4))
+    low, high = middle - reach, min(middle + reach, instance.units - 1)
+    period = float((begin[:, :, high] - begin[:, :, low]).mean()) / max(high - low, 1)
+    n = np.arange(low, high + 1)
+    offset: Floats = np.median(begin[:, :, low : high + 1] - period * n, axis=2)
+    return offset, period
+
+
+def changed(random: np.random.Generator, offset: Floats, step: float) -> tuple[Floats, float]:
+    """Other offsets, and a factor for the period: one offset moves, or those of one kind on a run of stages, all alike
+    or ever more; or the period changes."""
+    kinds, stages = offset.shape
+    which, by = int(random.integers(16)), step * int(random.integers(-1000, 1001)) / 500.0
+    kind, first = int(random.integers(kinds)), int(random.integers(stages))
+    last = int(random.integers(first, stages)) + 1
+    near = offset.copy()
+    if which == 0:
+        return near, 1.0 + 0.02 * int(random.integers(-1000, 1001)) / 1000.0
+    if which < 8:
+        near[kind, first] += by
+    elif which < 12:
+        near[kind, first:last] += by
+    else:
+        near[kind, first:last] += by * (np.arange(last - first) + 1) / 4.0
+    return near, 1.0
