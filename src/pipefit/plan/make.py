@@ -58,6 +58,8 @@ def make_plan(
     else:
         proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
     counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
+    if placing.note:
+        counted += "; all of it in hostname order"
     if found.fitted:
         counted += f"; {found.fitted} fitted orders beat all families of their time"
     prediction = replace(
