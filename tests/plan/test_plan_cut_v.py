@@ -16,6 +16,7 @@ from pipefit.model.graph import Model
 from pipefit.model.registry import describe
 from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.make import make_plan
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
@@ -102,6 +103,14 @@ def test_within_a_memory_limit_it_is_the_best_that_fits(family: str) -> None:
     simulation = simulate_plan(plan, model(8, 128_256), cluster(2, limit))
     assert simulation.fits
     assert simulation.timeline.makespan_s <= 1.05 * min(fitting)
+
+
+def test_the_planners_plan_is_cut_so_too() -> None:
+    every = every_cut("v-half", 2, 8, 128_256)
+    pins = {"schedule": "v-half", "stages": 4, "replicas": (1,), "microbatches": 16, "recompute": ("none",)}
+    plan = make_plan(model(8, 128_256), cluster(2), JOB, pins)
+    assert plan.prediction is not None and len(plan.stages) == 4
+    assert plan.prediction.step_s <= 1.01 * min(step_s for step_s, _ in every.values())
 
 
 def test_lanes_of_one_stage_and_given_cuts_stay_as_they_are() -> None:

@@ -85,6 +85,22 @@ class Workbench:
             split_state=(zero1,) * len(stages),
         )
 
+    def refined(self, job: Job, decisions: Decisions, parts: Parts) -> Parts:
+        """These parts, cut again where that makes the step shorter (`plan/refine.py`). The decisions give no cuts."""
+
+        def parts_of(cuts: tuple[int, ...]) -> Parts:
+            return self.parts(job, replace(decisions, cuts=cuts))
+
+        def costs_of(cuts: tuple[int, ...]) -> CostTable:
+            return self.costs(parts_of(cuts))
+
+        def peaks(cuts: tuple[int, ...]) -> list[float]:
+            costs = costs_of(cuts)
+            return [float(peak) for peak in simulate(self.schedule(parts_of(cuts), decisions, costs), costs).peak_bytes]
+
+        cuts = refined_cuts(self.cutter, job, decisions, parts, costs_of, peaks)
+        return parts if cuts == tuple(stage.layers[0] for stage in parts.stages[1:]) else parts_of(cuts)
+
     def on(self, cluster: Cluster) -> Workbench:
         """The same model on another cluster."""
         return Workbench(self.model, cluster, self.layers, self.source.name)
@@ -148,16 +164,5 @@ def build_plan(
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     check_length(bench.module, model, job.sequence, "job.sequence")
-    parts = bench.parts(job, decisions)
-
-    def costs_of(cuts: tuple[int, ...]) -> CostTable:
-        return bench.costs(bench.parts(job, replace(decisions, cuts=cuts)))
-
-    def peaks(cuts: tuple[int, ...]) -> list[float]:
-        other, costs = bench.parts(job, replace(decisions, cuts=cuts)), costs_of(cuts)
-        return [float(peak) for peak in simulate(bench.schedule(other, decisions, costs), costs).peak_bytes]
-
-    cuts = refined_cuts(bench.cutter, job, decisions, parts, costs_of, peaks)
-    if cuts != tuple(stage.layers[0] for stage in parts.stages[1:]):
-        parts = bench.parts(job, replace(decisions, cuts=cuts))
+    parts = bench.refined(job, decisions, bench.parts(job, decisions))
     return bench.plan(parts, decisions, bench.schedule(parts, decisions, bench.costs(parts)))

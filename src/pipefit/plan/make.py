@@ -12,10 +12,11 @@ from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
 from pipefit.plan.fitting import best_plans
 from pipefit.plan.nearest import does_not_fit
+from pipefit.plan.outcome import Found
 from pipefit.plan.placement_plan import place_found
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
-from pipefit.plan.search import Progress
+from pipefit.plan.search import Progress, evaluate
 from pipefit.plan.sensitivity import sensitivity
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
@@ -46,7 +47,7 @@ def make_plan(
     found = best_plans(bench, job, pins, top, progress)
     if not found.fitting:
         raise does_not_fit(bench, job, pins, found)
-    placing = place_found(bench, job, pins, found)
+    placing = place_found(bench, job, pins, _cut_again(bench, job, pins, found))
     found = placing.found
     best = found.fitting[0]
     plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
@@ -70,3 +71,16 @@ def make_plan(
         trade=trade(bench, job, pins, best),
     )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
+
+
+def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Found:
+    """What was found, the best plan with better cuts where its lanes hold several stages and some are better."""
+    best = found.fitting[0]
+    free = replace(best.decisions, stages=best.decisions.stage_count, cuts=())
+    parts = best.parts if "cuts" in pins else bench.refined(job, free, best.parts)
+    if parts is best.parts:
+        return found
+    again = evaluate(bench, best.decisions, parts)
+    if not again.simulation.fits or again.step_s >= best.step_s:
+        return found
+    return replace(found, fitting=(again, *found.fitting[1:]))

@@ -52,7 +52,7 @@ MOVED = (1, 2, 4)
 MEMORY = 0.01
 """How much longer a step may take, as a share of it, for a device that is emptier by its whole memory."""
 
-LOOKS = (40, 200, 300_000)
+LOOKS = (10, 200, 300_000)
 """Cuts whose memory is simulated: at least, at most, and tasks over all of them."""
 
 ROUNDS = 3
