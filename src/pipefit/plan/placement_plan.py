@@ -27,6 +27,10 @@ FIRST_MOVES, FINAL_MOVES = 8_000, 40_000
 """Most moves for each of the short list, and for the best of them again."""
 
 
+COMPILED_FROM = 8_000
+"""Moves of all candidates together from which numba is loaded: a plain move takes a quarter of a millisecond."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placing:
     """What placing the candidates of a search came to."""
@@ -47,11 +51,13 @@ def place_found(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Foun
     listed = _short_list(found)
     if not listed:
         return Placing(found, "")
-    placed = {index: _placed(bench, job, found.fitting[index], FIRST_MOVES, 0) for index in listed}
+    slots = [found.fitting[index].decisions.device_count for index in listed]
+    total = sum(moves_for(count, FIRST_MOVES) for count in slots) + moves_for(max(slots), FINAL_MOVES)
+    compiled = total >= COMPILED_FROM or None
+    placed = {index: _placed(bench, job, found.fitting[index], FIRST_MOVES, 0, compiled) for index in listed}
     first = min(placed, key=lambda index: placed[index].rank)
-    placed[first] = min(
-        (placed[first], _placed(bench, job, placed[first], FINAL_MOVES, 1)), key=lambda evaluated: evaluated.rank
-    )
+    again = _placed(bench, job, placed[first], FINAL_MOVES, 1, compiled)
+    placed[first] = min((placed[first], again), key=lambda one: one.rank)
     fitting = [placed.get(index, one) for index, one in enumerate(found.fitting)]
     fitting.sort(key=lambda one: one.rank)
     best = fitting[0]
@@ -97,15 +103,15 @@ def _short_list(found: Found) -> list[int]:
 
 def moves_for(slots: int, most: int) -> int:
     """Moves for a plan of that many slots: a few for each pair of them, up to `most`."""
-    return min(50 * slots * slots, most)
+    return min(25 * slots * slots, most)
 
 
-def _placed(bench: Workbench, job: Job, one: Evaluated, most: int, seed: int) -> Evaluated:
+def _placed(bench: Workbench, job: Job, one: Evaluated, most: int, seed: int, compiled: bool | None) -> Evaluated:
     """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
     simulation = one.simulation
     question = make_question(simulation.work, bench.network, bench.layers, simulation.timeline)
     moves = moves_for(one.decisions.device_count, most)
-    found = place(question, simulation.timeline, Budget(moves=moves, seed=seed))
+    found = place(question, simulation.timeline, Budget(moves=moves, seed=seed), compiled=compiled)
     if found.step_s >= found.given_s:
         return one
     better = _on(bench, job, one, found.devices)
