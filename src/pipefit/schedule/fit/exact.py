@@ -4,7 +4,7 @@ A window frees some nodes, all that run in a piece of time, all of some microbat
 everything else keeps its order, and the solver finds the best order of the window. Half of the windows ask for a
 shorter schedule and nothing else, which is often refuted at once; the others may also end the lanes earlier at the same
 length, from where the next window starts. Windows of a kind grow while they are solved to the end and shrink while they
-are not, and kinds are drawn by what they gained. After a gain a short local search (`improve.run`) smoothes the rest.
+are not, and kinds are drawn by what they gained. From a changed schedule a short local search (`improve.run`) goes on.
 
 The solver works in whole quanta (`exact_scale`) and without ports; what it returns counts only as the evaluator has it.
 """
@@ -39,8 +39,8 @@ FIRST_SIZE, LEAST_SIZE = 180.0, 30.0
 EFFORT = 3.0
 """The most that is spent on one window, in the solver's own measure: about seconds of one thread on a quiet machine,
 and the same on a busy one."""
-POLISH = 4000
-"""Moves of the local search after a gain."""
+POLISH = 8000
+"""Moves of the local search after a window that changed something: about a tenth of a second."""
 
 
 class Improved(NamedTuple):
@@ -206,16 +206,16 @@ def _window(search: Search, until: float) -> None:
 
 
 def _take(search: Search, found: State) -> None:
-    """Make `found` the present schedule if the evaluator says that it is no worse, and smooth it if it is better."""
+    """Make `found` the present schedule if it is no worse by the evaluator, and go on from it by local search."""
     orders = orders_from(search.scaled, found.lanes, found.merged)
     fresh = _evaluated(search.instance, search.t, search.loops, orders)
     if fresh is None or fresh.time_s > search.start.time_s:
         return
-    if fresh.time_s < search.start.time_s * (1 - 1e-12) and search.loops is not PLAIN:
-        budget = local.Budget(POLISH, math.inf)
+    if POLISH and search.loops is not PLAIN:
         seed = search.random.randrange(1 << 16)
+        budget = local.Budget(POLISH, math.inf)
         smooth = local.run(search.instance, search.t, search.loops, fresh, budget, seed)
-        if smooth.time_s < fresh.time_s:
+        if smooth.time_s < fresh.time_s * (1 - 1e-12):
             fresh = smooth
             lanes, merged = nodes_of(search.scaled, fresh.orders)
             found = state_of(search.scaled, lanes, merged) or found
