@@ -1,9 +1,10 @@
 """How long the planner searches: 64 devices with an 8B model, 1,024 devices with a 70B model, everything it can choose.
 
 Each case runs in a process of its own. Capturing the model's operator graphs (with torch, once a model) is timed
-apart. The search has two parts: finding the plan, which is bounded by 10 s on two cores for the large case, and the
-sensitivity to a better cluster that is simulated afterwards. Both wall clock and CPU time stand in the result: on a
-machine that does other work they differ, and the CPU time is what the search needs (it runs on one core).
+apart. Finding the plan, fitted orders included, is bounded by 10 s on two cores for the large case; what follows is
+timed apart: the sensitivity to a better cluster, and the curve of memory against time on the plan's layout. Both wall
+clock and CPU time stand in the result: on a machine that does other work they differ, and the CPU time is what the
+search needs (it runs on one core).
 
     python benchmarks/planning.py [--quick] [--json PATH]
 """
@@ -15,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pipefit.cluster import open_cluster
@@ -30,6 +32,8 @@ CASES = {
     "1024 devices, 70B": ("llama-3-70b", "128x8xH100:400Gbit/s", Job(batch=1024, sequence=4096, precision="bfloat16")),
 }
 LARGE = "1024 devices, 70B"
+AFTERWARDS = ("sensitivity", "trade")
+"""Parts of making a plan that come after the search."""
 
 
 def main() -> int:
@@ -67,16 +71,9 @@ def measure(model_name: str, cluster_text: str, job: Job) -> dict[str, Any]:
     model = open_model(model_name)
     capture_s = time.perf_counter() - began
     cluster = open_cluster(cluster_text)
-    inside = {"wall": 0.0, "cpu": 0.0}
-    sensitivity = make.sensitivity
-
-    def timed(*arguments: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.process_time()
-        found = sensitivity(*arguments)
-        inside["wall"], inside["cpu"] = time.perf_counter() - wall, time.process_time() - cpu
-        return found
-
-    make.sensitivity = timed
+    inside = {part: {"wall": 0.0, "cpu": 0.0} for part in AFTERWARDS}
+    for part in AFTERWARDS:
+        setattr(make, part, timed(getattr(make, part), inside[part]))
     wall, cpu = time.perf_counter(), time.process_time()
     plan = make.make_plan(model, cluster, job, name=model_name, cluster_source=cluster_text)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -86,10 +83,9 @@ def measure(model_name: str, cluster_text: str, job: Job) -> dict[str, Any]:
         "cluster": cluster_text,
         "batch": job.batch,
         "sequence": job.sequence,
-        "search_wall_s": wall - inside["wall"],
-        "search_cpu_s": cpu - inside["cpu"],
-        "sensitivity_wall_s": inside["wall"],
-        "sensitivity_cpu_s": inside["cpu"],
+        "search_wall_s": wall - sum(each["wall"] for each in inside.values()),
+        "search_cpu_s": cpu - sum(each["cpu"] for each in inside.values()),
+        **{f"{part}_{clock}_s": value for part, each in inside.items() for clock, value in each.items()},
         "capture_wall_s": capture_s,
         "search": plan.prediction.assumptions[-1],
         "decisions": dict(plan.decisions),
@@ -99,11 +95,23 @@ def measure(model_name: str, cluster_text: str, job: Job) -> dict[str, Any]:
     }
 
 
+def timed(function: Callable[..., Any], seconds: dict[str, float]) -> Callable[..., Any]:
+    """The function, which notes how long it took."""
+
+    def call(*arguments: Any) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = function(*arguments)
+        seconds["wall"], seconds["cpu"] = time.perf_counter() - wall, time.process_time() - cpu
+        return found
+
+    return call
+
+
 def print_case(name: str, case: dict[str, Any]) -> None:
     step, bound = case["predicted_step"], case["lower_bound"]
     chosen = ", ".join(f"{key} {case['decisions'][key]}" for key in ("replicas", "stages", "microbatches", "schedule"))
     print(f"{name}: {case['model']} on {case['cluster']}, batch {case['batch']} x {case['sequence']}")
-    for part in ("search", "sensitivity", "capture"):
+    for part in ("search", *AFTERWARDS, "capture"):
         for clock in ("wall", "cpu"):
             if (key := f"{part}_{clock}_s") in case:
                 print(f"  {part + ', ' + clock:<18} {', '.join(f'{value:.2f}' for value in case[key])} s")
