@@ -7,6 +7,9 @@ a random search over the offsets does the rest.
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 
 from pipefit.schedule.fit.arrays import Loops
@@ -14,11 +17,38 @@ from pipefit.schedule.fit.construct import Start, built, merged_stages, swept
 from pipefit.schedule.fit.improve import Budget
 from pipefit.schedule.fit.instance import Floats, I, Instance, W
 from pipefit.schedule.fit.kernel import Tables
+from pipefit.schedule.fit.modulo import offsets
 
-COST = 50
+COST = 30
 """Moves that one construction counts as."""
 MOST = 1500
 """Blocks that are tried from one start."""
+
+
+MOST_STEADY, LEAST_STEADY = 3000, 100
+STEADY_COST = 60
+"""Moves of the local search that one move of the search for a steady state counts as, with 16 stages."""
+STEADY_S = 2.5e-4
+"""Seconds that it takes, about."""
+
+
+def repeating(instance: Instance, t: Tables, loops: Loops, budget: Budget, seed: int) -> list[Start]:
+    """What the shortest steady state found leads to, if there is one."""
+    size = (16 / instance.stages) ** 2
+    moves = int(min(MOST_STEADY, (budget.moves - budget.spent) / STEADY_COST) * size)
+    if budget.until_s < math.inf:
+        left = max(budget.until_s - time.perf_counter(), 0.0)
+        moves = min(moves, int(0.15 * left / STEADY_S * size))
+    if moves < LEAST_STEADY:
+        return []
+    found = offsets(instance, moves=moves, seed=seed)
+    if found is None:
+        return []
+    turns = np.argsort(instance.backwards)
+    count = np.stack([np.arange(instance.units), turns, turns])[:, None, :]
+    wish = found.offset_s[:, :, None] + found.period_s * count
+    made = built(instance, t, loops, wish.reshape(-1, instance.units), found.merged)
+    return [] if made is None else [Start(made.time_s, "steady state", made.orders)]
 
 
 def tuned(instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int) -> Start | None:

@@ -18,7 +18,7 @@ from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
 from pipefit.schedule.fit.instance import Instance, Objective, schedule_of
 from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
-from pipefit.schedule.fit.periodic import tuned
+from pipefit.schedule.fit.periodic import repeating, tuned
 from pipefit.schedule.fit.result import Fit
 from pipefit.schedule.fit.verify import excess, least_bytes, least_held, one_by_one, peaks
 from pipefit.schedule.problem import Problem
@@ -33,7 +33,7 @@ CHOICE_SHARE = 0.6
 LOOK = 600
 """Moves that one choice of options is looked at with."""
 TUNED = 4
-TUNE_SHARE = 0.05
+TUNE_SHARE = 0.06
 """Of the moves, what goes into the tuning of each of the best starts."""
 SHORTS = 3
 SHORT_SHARE = 0.08
@@ -154,12 +154,13 @@ def _starts(search: Search, instance: Instance) -> list[Start]:
             best = improve(short, short_t, loops, begin[n:] or begin, inner, search.seed + 10 * n)
             budget.spent += inner.spent
             starts += extended(instance, t, loops, short, short_t, best)
-    for n, one in enumerate(_different(starts)):
+    repeated = repeating(instance, t, loops, budget, search.seed) if microbatches < instance.microbatches else []
+    for n, one in enumerate([*repeated, *_different(starts)]):
         inner = budget.part(TUNE_SHARE)
         made = tuned(instance, t, loops, one, inner, search.seed + n)
         budget.spent += inner.spent
         starts += [] if made is None else [made]
-    return sorted(starts, key=lambda start: start.time_s)
+    return sorted([*starts, *repeated], key=lambda start: start.time_s)
 
 
 def _different(starts: list[Start]) -> list[Start]:
