@@ -58,8 +58,8 @@ def test_saved_bytes_after_forward_and_after_input_gradient(recompute, dtype, dr
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_worst_moment_of_every_action(recompute, dtype, back):
-    """Of F, then of B or I, on a stage of two layers: the allocator's record against saved and passing bytes. I under
-    selective recomputation to 5 %: what W uses of a region that I has run again is let go a little later than counted."""
+    """Of F, then of B or I, on a stage of two layers: the allocator's record against saved and passing bytes; I under
+    selective recomputation to 5 %: there the count follows the runtime less closely."""
     wanted = getattr(torch, dtype)
     program, graph = middle_stage(recompute, wanted)
     program.bind_gradients({name: torch.zeros_like(p) for name, p in program.parameters.items()})
