@@ -81,7 +81,7 @@ def in_words(random: dict[str, Any]) -> str:
     summary = random["summary"]
     count = len(random["instances"])
     return (
-        f"**{count} random instances** (seeds in the file; {random['seconds']:g} s for `fit`, without the solver): "
+        f"**{count} random instances** (seeds in the file; {random['moves']:,} moves of `fit`, without the solver): "
         f"where both find a schedule ({summary['compared']}), `fit` has {summary['mean_points']:.2f} points of bubble "
         f"less than the adaptive search on average, {summary['worst_points']:+.2f} on the worst instance and "
         f"{summary['best_points']:+.2f} on the best; it is worse on {summary['worse']}. The adaptive search finds "
