@@ -1,4 +1,4 @@
-"""Local search on orders: many small random moves, of which those that cost little are kept (`kernel.anneal`).
+"""Local search on orders: many small random moves, of which those that cost little are kept (`moves.anneal`).
 
 The starts race: in every round each gets some moves, and the better half goes on with twice as many. When one is left,
 and has had its turn, the next generation begins, with other random numbers and twice the moves. In each run the heat,
