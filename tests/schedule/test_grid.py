@@ -33,6 +33,42 @@ def test_lanes_with_two_stages_name_them() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "times", [(1e-12, 1, 1), (1, 1000, 1), (1e-300, 1e17, 1e-300), (5e-324,) * 3, (1e17, 1e-300, 3)]
+)
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "zb-h1"])
+def test_however_short_an_action_is_it_is_seen(name: str, times: tuple[float, float, float]) -> None:
+    """Every action has its name, in its lane's order, and no stage is drawn before the one that it waits for ends."""
+    made = FAMILIES[name]
+    placement = made.placement(3)
+    costs = uniform_costs(placement, forward_s=times[0], input_s=times[1], weight_s=times[2])
+    schedule = made(Problem(placement=placement, microbatches=6, costs=costs))
+    columns = {}
+    rows = grid_rows(schedule, costs)
+    assert len({sum(len(cell.text) for cell in row) for row in rows}) == 1
+    for lane, row in zip(schedule.lanes, rows, strict=True):
+        assert tuple(cell.action for cell in row if cell.action) == lane
+        column = 0
+        for cell in row:
+            if cell.action:
+                assert re.match(rf"\d?{cell.action.kind}{cell.action.microbatch}-* $", cell.text)
+                key = (cell.action.kind, cell.action.stage, cell.action.microbatch)
+                columns[key] = column, column + len(cell.text)
+            column += len(cell.text)
+    for (kind, stage, microbatch), (first, _) in columns.items():
+        if kind != "W" and min(times) > 1e-15 * max(times):  # else time stands still, and lanes start together
+            before = columns.get((kind, stage + (-1 if kind == "F" else 1), microbatch))
+            assert before is None or before[1] <= first
+
+
+def test_a_crowded_row_keeps_the_letter_of_every_action() -> None:
+    schedule = FAMILIES["gpipe"](Problem(placement=linear(1), microbatches=900))
+    costs = uniform_costs(linear(1), forward_s=1, input_s=2.12345678, weight_s=1)
+    (row,) = grid_rows(schedule, costs)
+    assert tuple(cell.action for cell in row) == schedule.lanes[0]
+    assert {cell.text.rstrip("- ") for cell in row if cell.action and cell.action.microbatch > 9} == {"F", "B"}
+
+
 def test_slices_are_written() -> None:
     text = draw_grid(FAMILIES["1f1b"](Problem(placement=linear(1), microbatches=1, slices=2)))
     assert text == "lane 0  F0-- F0/1 B0/1----- B0-------"
