@@ -230,9 +230,15 @@ def _trainable(graph: Graph) -> int:
 
 
 def _worst(each: Sequence[LayerCost]) -> LayerCost:
-    rows = [(cost.forward_s, cost.input_s, cost.weight_s, cost.saved_bytes, cost.pending_bytes) for cost in each]
     fullest = max(each, key=lambda cost: cost.passing.forward if cost.passing else 0)
-    return LayerCost(*map(max, zip(*rows, strict=True)), passing=fullest.passing)
+    return LayerCost(
+        forward_s=max(cost.forward_s for cost in each),
+        input_s=max(cost.input_s for cost in each),
+        weight_s=max(cost.weight_s for cost in each),
+        saved_bytes=max(cost.saved_bytes for cost in each),
+        pending_bytes=max(cost.pending_bytes for cost in each),
+        passing=fullest.passing,
+    )
 
 
 def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
