@@ -46,14 +46,14 @@ EVEN, CUT, TABLE, SIMULATED = range(4)
 EXTRA_SIMULATIONS = 24
 """Simulations spent, after the best plan is known, on making the list of alternatives exact."""
 
-BUDGET = 200_000
+BUDGET = 100_000
 """Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
 DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
 
 DEVICE = 3
 """What a device of a cost table counts in the budget: its cost beside that of an action."""
 
-STAGE = 2
+STAGE = 1
 """What a stage of a cut counts in the budget."""
 
 LEANER = 3
