@@ -102,6 +102,20 @@ def test_fit_keeps_to_the_memory_and_says_how_good_it_is(run: Run) -> None:
     assert run(*small) == run(*small, "--seed", "0")
 
 
+def test_large_limits_are_written_out(run: Run) -> None:
+    code, out, _ = run("fit", "--devices", "2", "--microbatches", "2", "--memory", "1e8")
+    assert code == 0 and "lane 0  4/400000000  0F0" in out and "; 400000000 allowed" in out
+
+
+@pytest.mark.parametrize("times", ["1e-300,1e17,1e-300", "5e-324,5e-324,5e-324", "1,1e-300,1e17"])
+def test_times_may_be_of_any_size(run: Run, times: str) -> None:
+    """The whole command goes through, and draws every action."""
+    code, out, err = run("fit", "--devices", "2", "--microbatches", "2", "--times", times)
+    assert code == 0, err
+    for stage in range(4):
+        assert all(f" {stage}F{microbatch}" in out for microbatch in range(2)), out
+
+
 def test_fit_is_drawn_and_searches_as_long_as_asked(run: Run) -> None:
     code, out, _ = run("fit", "--devices", "2", "--microbatches", "4", "--memory", "0.75", "--seconds", "0.1")
     assert code == 0 and "no schedule takes less than" in out and "\nfound by " in out
@@ -122,6 +136,31 @@ MISTAKES = [
     ("fit --memory 0.1", ("No schedule keeps to so little memory", "at least 0.25, or 2")),
     ("fit --seconds -1", ("time of a search is not negative", "--seconds", "seen: -1")),
     ("fit --solver-seconds -1", ("time of a search is not negative", "--solver-seconds")),
+    ("fit --seconds 1e10", ("time of a search is too long", "--seconds", "10000000000", "less than 1e+09 seconds")),
+    ("fit --solver-seconds nan", ("time of a search is too long", "--solver-seconds", "nan")),
+    ("fit --seed -7", ("A seed is a whole number that is not negative", "--seed", "seen: -7")),
+    ("v-half --seed -7", ("Only fit searches", "where: --seed", "--seed with v-half", "allowed: --seed with fit")),
+    ("1f1b --seconds 3", ("Only fit searches", "where: --seconds")),
+    ("gpipe --solver-seconds 0", ("Only fit searches", "where: --solver-seconds")),
+    ("1f1b --stage 1=1,1,1 --stage 1=2,2,2", ("Stage 1 is given two times", "'1=1,1,1' and '1=2,2,2'", "one --stage")),
+    ("fit --interval 3", ("fit is not made of a building block", "where: --interval")),
+    *(
+        (
+            f"v-half --block {option}",
+            ("A building block has no such option", f"where: {option.split()[0]}", "--interval"),
+        )
+        for option in (
+            "--csv",
+            "--json",
+            "--memory 0.1",
+            "--microbatches 0",
+            "--times 0,0,0",
+            "--stage 0=1,1,1",
+            "--slices 1",
+            "--placement v",
+            "--seed 0",
+        )
+    ),
     ("fit --times 1,0,1", ("three positive numbers", "--times")),
     ("fit --block", ("fit is not made of a building block",)),
     (

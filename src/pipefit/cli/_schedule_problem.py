@@ -33,11 +33,20 @@ def placement_named(name: str) -> Placement:
 
 
 def costs_of(placement: Sequence[int], times: str, stages: Sequence[str]) -> CostTable:
-    """The cost table of `--times` for all stages and `--stage` for single ones."""
+    """The cost table of `--times` for all stages and `--stage` for single ones. Raises ScheduleError."""
     *every, transfer_s = _times(times)
     by_stage = [list(every) for _ in placement]
+    given: dict[int, str] = {}
     for text in stages:
         stage, own = _stage(text, len(placement))
+        if stage in given:
+            raise ScheduleError(
+                f"Stage {stage} is given two times.",
+                where="--stage",
+                seen=f"{given[stage]!r} and {text!r}",
+                allowed="one --stage for each stage",
+            )
+        given[stage] = text
         by_stage[stage] = own
     forward_s, input_s, weight_s = zip(*by_stage, strict=True)
     return uniform_costs(
@@ -107,7 +116,7 @@ def limit_units(problem: Problem, memory: float | None) -> int | None:
         raise ScheduleError(
             "No schedule keeps to so little memory.",
             where="--memory",
-            seen=f"{memory:g}, which is {limit:g} {unit_name(problem, limit)} on every device",
+            seen=f"{memory:g}, which is {limit:.10g} {unit_name(problem, limit)} on every device",
             allowed=f"at least {share(least, problem)}, or {least}: what one microbatch holds before its backward",
             next_step=f"--memory {share(least, problem)}, or more devices with smaller stages",
         )
@@ -123,7 +132,7 @@ def check_limit(problem: Problem, name: str, peaks: Sequence[float], limit: int 
     raise ScheduleError(
         f"{name} needs more memory than it may use.",
         where=f"--memory, device {list(peaks).index(peak)}",
-        seen=f"{peak:g} {unit_name(problem, peak)}, where {limit} may be held",
+        seen=f"{peak:.15g} {unit_name(problem, peak)}, where {limit} may be held",
         allowed=f"--memory {share(peak, problem)} or more for {name}; at least {least} for any schedule",
         next_step="fit, which makes a schedule for the memory there is",
     )
@@ -142,7 +151,7 @@ def full_units(problem: Problem) -> int:
 def share(units: float, problem: Problem) -> str:
     """Units as `--memory` takes them, rounded up."""
     thousandths = -(-units * 1000 // full_units(problem))
-    return f"{thousandths / 1000:g}"
+    return f"{thousandths / 1000:.15g}"
 
 
 def unit_name(problem: Problem, count: float = 2) -> str:

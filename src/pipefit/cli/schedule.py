@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 FIT = "fit"
 """The name that asks for a schedule fitted to times and memory; every other name is a family's."""
 
+LONGEST_S = 1e9
+"""Seconds of a search, about 30 years."""
+
+OF_FIT = ("seconds", "solver_seconds", "seed")
+"""Options that only `fit` has."""
+
+OF_BLOCK = ("name", "devices", "block", "interval", "grid")
+"""What the drawing of a building block goes by."""
+
 
 def command(
+    context: typer.Context,
     name: str = typer.Argument(help="The schedule family, for example 1f1b or v-half; or fit."),
     devices: int = typer.Option(4, help="Devices of one pipeline."),
     microbatches: int = typer.Option(8, help="Microbatches of one step."),
@@ -42,6 +52,7 @@ def command(
         raise PipefitError("Only one form of output can be asked for.", allowed="--grid, --csv or --json")
     if devices < 1:
         raise ScheduleError("A pipeline has at least one device.", where="--devices", seen=devices, allowed="1 or more")
+    _check_given(context, name, block or interval is not None)
     if block or interval is not None:
         print(_block(name, devices, interval))
         return
@@ -67,6 +78,27 @@ def command(
         _draw(problem, timeline, limit, fitted)
 
 
+def _check_given(context: typer.Context, name: str, block: bool) -> None:
+    """Raise ScheduleError where an option was given that would change nothing."""
+    options = [one for one in context.params if getattr(context.get_parameter_source(one), "name", "") == "COMMANDLINE"]
+    for one in options:
+        option = "--" + {"as_json": "json"}.get(one, one).replace("_", "-")
+        if block and one not in OF_BLOCK:
+            raise ScheduleError(
+                "A building block has no such option: it is one microbatch in slots, drawn as text.",
+                where=option,
+                allowed="--devices and --interval beside --block",
+                next_step=f"leave out {option}, or the block: pipefit schedule {name}",
+            )
+        if one in OF_FIT and name != FIT:
+            raise ScheduleError(
+                "Only fit searches; a family has one order, and nothing that this option could change.",
+                where=option,
+                seen=f"{option} with {name}",
+                allowed=f"{option} with {FIT}",
+            )
+
+
 def _placement(name: str, asked: str | None, devices: int) -> tuple[int, ...]:
     from pipefit.cli._schedule_problem import placement_named
     from pipefit.schedule import family, vee
@@ -88,11 +120,7 @@ def _make(
     from pipefit.schedule.fit import fit
     from pipefit.schedule.fit.search import MOVES
 
-    for option, value in (("--seconds", seconds), ("--solver-seconds", solver_seconds)):
-        if value is not None and not 0 <= value < 1e9:
-            raise ScheduleError(
-                "The time of a search is not negative.", where=option, seen=value, allowed="for example 10"
-            )
+    _check_search(seconds, solver_seconds, seed)
     fitted = fit(
         replace(problem, limit_bytes=None if limit is None else (limit,) * problem.lanes),
         moves=MOVES if seconds is None else 10**9,
@@ -102,6 +130,25 @@ def _make(
         objective="span",
     )
     return fitted.schedule, fitted
+
+
+def _check_search(seconds: float | None, solver_seconds: float, seed: int) -> None:
+    for option, value in (("--seconds", seconds), ("--solver-seconds", solver_seconds)):
+        if value is not None and not value < LONGEST_S:
+            raise ScheduleError(
+                "The time of a search is too long.",
+                where=option,
+                seen=value,
+                allowed=f"less than {LONGEST_S:g} seconds",
+            )
+        if value is not None and value < 0:
+            raise ScheduleError(
+                "The time of a search is not negative.", where=option, seen=value, allowed="for example 10"
+            )
+    if not 0 <= seed < 2**63:
+        raise ScheduleError(
+            "A seed is a whole number that is not negative.", where="--seed", seen=seed, allowed="0 to 2^63 - 1"
+        )
 
 
 def _block(name: str, devices: int, interval: int | None) -> str:
@@ -115,7 +162,7 @@ def _block(name: str, devices: int, interval: int | None) -> str:
     if build is None:
         raise ScheduleError(
             f"{name} is not made of a building block.",
-            where="--block",
+            where="--block" if interval is None else "--interval",
             allowed=", ".join(sorted(each.name for each in FAMILIES.values() if each.block is not None)),
         )
     made = build(devices)
@@ -166,10 +213,10 @@ def _draw(problem: Problem, timeline: Timeline, limit: int | None, fitted: Fit |
     from pipefit.cli._schedule_problem import unit_name
     from pipefit.schedule.grid import draw_grid
 
-    peaks = [f"{units:g}" for units in timeline.peak_bytes]
-    held = [peak if limit is None else f"{peak}/{limit:g}" for peak in peaks]
+    peaks = [f"{units:.15g}" for units in timeline.peak_bytes]
+    held = [peak if limit is None else f"{peak}/{limit}" for peak in peaks]
     _print_grid(draw_grid(timeline.schedule, timeline.costs, colour=sys.stdout.isatty(), held=held))
-    allowed = "" if limit is None else f"; {limit:g} allowed"
+    allowed = "" if limit is None else f"; {limit} allowed"
     print(
         f"time {timeline.makespan_s:g}, bubble {timeline.bubble:.1%}; "
         f"most {unit_name(problem)} alive per lane: {' '.join(peaks)}{allowed}"
