@@ -16,7 +16,7 @@ from pipefit.schedule.fit.bounds import lower_bound
 from pipefit.schedule.fit.construct import FEW_SPEEDS, Start, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
-from pipefit.schedule.fit.instance import Instance, Objective, schedule_of
+from pipefit.schedule.fit.instance import Floats, Instance, Objective, schedule_of
 from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
 from pipefit.schedule.fit.periodic import repeating, tuned
 from pipefit.schedule.fit.result import Fit
@@ -27,6 +27,9 @@ MOVES = 100_000
 """Moves of the local search that are tried by default."""
 REPAIRS = 8
 """Times that limits are tightened because of buffers before giving up."""
+PIECES = 12
+LEAST_PIECE = 500
+"""Where buffers are in the way: so many searches from the best orders that fit, with so many moves at least."""
 KEPT_CHOICES = 3
 CHOICE_SHARE = 0.6
 """Of the moves, what goes into the choice of options: the best few, and the best uniform one."""
@@ -86,8 +89,8 @@ def fit(
 
 
 def _within_limits(search: Search, begin: Start | None) -> tuple[Start, float]:
-    """The best orders found whose peaks, by the simulator, are within the limits, and a bound. Where buffers go beyond
-    the limits, the search works with as much less."""
+    """The best orders found whose peaks, by the simulator, are within the limits, and a bound. The best start within
+    them is the least that comes out. Where buffers take the search beyond the limits, it tries again with less."""
     instance, budget = search.instance, search.budget
     limit, least = instance.limit_bytes.copy(), least_held(instance)
     moves = budget.moves
@@ -95,27 +98,71 @@ def _within_limits(search: Search, begin: Start | None) -> tuple[Start, float]:
     for _ in range(REPAIRS):
         tight = replace(instance, limit_bytes=limit)
         t = tables(tight)
-        starts = _starts(search, tight)
-        if begin is not None and fits(t, swept(tight, t, search.loops, begin.orders), begin.orders):
-            starts = sorted([begin, *starts], key=lambda start: start.time_s)
+        kept = [one for one in (begin, safe) if one and fits(t, swept(tight, t, search.loops, one.orders), one.orders)]
+        starts = sorted([*kept, *_starts(search, tight)], key=lambda start: start.time_s)
         if not starts:
             break
+        safe = _first_safe(search, starts, safe)
         over = excess(search.problem, instance, starts[0])
         if not over.any():
-            safe = starts[0]
-            found = improve(tight, t, search.loops, starts, budget, search.seed)
+            alone = safe is None or safe.time_s >= starts[0].time_s
+            found = improve(tight, t, search.loops, starts, budget if alone else _half(budget), search.seed)
             found = merge_neighbours(tight, t, search.loops, found)
             over = excess(search.problem, instance, found)
-            if not over.any():
+            if not over.any() and alone:
                 return _exactly(search, tight, found)
+            if not over.any() and safe is not None:
+                safe = min(safe, found, key=lambda start: start.time_s)
+                break
             budget.moves = budget.spent + moves // 3
         limit = np.maximum(limit - over, np.minimum(limit, least))
     if safe is None:
-        alone = [start for start in one_by_one(instance, search.loops) if not _exceeds(search, start)]
-        if not alone:
+        slow = [start for start in one_by_one(instance, search.loops) if not _exceeds(search, start)]
+        if not slow:
             raise _too_tight(search.problem, instance, search.loops)
-        safe = min(alone, key=lambda start: start.time_s)
-    return safe, 0.0
+        safe = min(slow, key=lambda start: start.time_s)
+    return _exactly(search, instance, _carefully(search, safe))
+
+
+def _first_safe(search: Search, starts: list[Start], safe: Start | None) -> Start | None:
+    """The quickest of `starts`, which are sorted by time, and `safe` that is within the limits by the simulator."""
+    for start in starts:
+        if safe is not None and start.time_s >= safe.time_s:
+            break
+        if not _exceeds(search, start):
+            return start
+    return safe
+
+
+def _half(budget: Budget) -> Budget:
+    """Half of what is left, which counts as spent."""
+    half = budget.part(0.5)
+    budget.spent += half.moves
+    return half
+
+
+def _carefully(search: Search, safe: Start) -> Start:
+    """What the rest of the budget makes of orders within the limits, in pieces, each of which must stay within them: by
+    turns with all of the memory, and with what the orders hold without buffers."""
+    budget, instance = search.budget, search.instance
+    length = max((budget.moves - budget.spent) // PIECES, LEAST_PIECE)
+    for piece in range(PIECES):
+        if not budget.take(1):
+            break
+        tight = instance if piece % 2 else replace(instance, limit_bytes=_held(search, safe))
+        t = tables(tight)
+        found = run(tight, t, search.loops, safe, budget, search.seed + piece, min(length, budget.take(length)))
+        found = merge_neighbours(tight, t, search.loops, found)
+        if found.time_s < safe.time_s and not _exceeds(search, found):
+            safe = found
+    return safe
+
+
+def _held(search: Search, start: Start) -> Floats:
+    """Per lane: what orders take without buffers."""
+    t = tables(search.instance)
+    s = swept(search.instance, t, search.loops, start.orders)
+    return np.array([(s.level[lane, : len(one)] + t.need[one]).max() for lane, one in enumerate(start.orders)])
 
 
 def _exceeds(search: Search, start: Start) -> bool:
