@@ -1,0 +1,38 @@
+"""What the documents say of the code and can be read off it: commands, pages, schedules that are not searched."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from pipefit.cli import build_app
+from pipefit.schedule import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(text: str, title: str) -> str:
+    """What stands below `## title`."""
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_readme_lists_every_command() -> None:
+    listed = re.findall(r"^pipefit (\w+)", section(README, "What it does"), re.MULTILINE)
+    assert set(listed) == set(typer.main.get_command(build_app()).commands)  # type: ignore[attr-defined]
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)\)", section(README, "Read on")))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_documents_name_the_families_that_are_not_searched() -> None:
+    left_out = {name for name, made in FAMILIES.items() if not made.searched} - {"fit"}
+    first = section(README, "What it does not do yet").split("\n- ")[1]
+    assert set(re.findall(r"`([\w-]+)`", first)) & FAMILIES.keys() == left_out
+    page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    named = page.split("With `searched = False`")[1].split("\n\n")[0].split("`fit`")[0]
+    assert set(re.findall(r"`([\w-]+)`", named)) & FAMILIES.keys() == left_out
