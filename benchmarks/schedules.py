@@ -8,13 +8,14 @@ true ones; where a lane then exceeds the limit it is asked for less, one unit at
 
     python benchmarks/schedules.py --json benchmarks/results/schedules.json    about half an hour
     python benchmarks/schedules.py --quick                                     small problems, under a minute
-    python benchmarks/schedules.py --only random                               one part; repeat for more
+    python benchmarks/schedules.py --only random                               one part, into an earlier result; repeat for more
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import statistics
 import sys
@@ -51,12 +52,25 @@ def main() -> int:
     if not SOLVER:
         print("ortools is not installed: the rows of the exact solver are left out (pip install 'pipefit[exact]')")
     warm_up()
-    result: Record = {"provenance": provenance(), "solver": SOLVER, "quick": arguments.quick}
+    result = begun(arguments.json) if arguments.only else {}
+    parts = result.get("provenance", {}).get("parts", {})
+    result |= {"provenance": provenance() | {"parts": parts}, "solver": SOLVER, "quick": arguments.quick}
     for name in arguments.only or PARTS:
         print(f"\n== {name}", flush=True)
+        origin = provenance()
         result[name] = PARTS[name](arguments.quick)
-    write_result(arguments.json, result)
+        result["provenance"]["parts"][name] = origin
+        write_result(arguments.json, result)
     return 0
+
+
+def begun(path: str | None) -> Record:
+    """An earlier result, of which one part is measured again. Its other parts keep where they came from."""
+    if path is None or not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        result: Record = json.load(file)
+    return result
 
 
 def warm_up() -> None:
