@@ -8,7 +8,7 @@ true ones; where a lane then exceeds the limit it is asked for less, one unit at
 
     python benchmarks/schedules.py --json benchmarks/results/schedules.json    about half an hour
     python benchmarks/schedules.py --quick                                     small problems, under a minute
-    python benchmarks/schedules.py --only random                               one part, into an earlier result; repeat for more
+    python benchmarks/schedules.py --only random                               one part anew; repeat for more
 """
 
 from __future__ import annotations
