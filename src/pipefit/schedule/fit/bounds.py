@@ -41,6 +41,8 @@ Windows = list[tuple[float, float]]
 
 CANDIDATES = 160
 """Window lengths that are tried for each lane."""
+ROUNDING = 1e-6
+"""Relative: what times in whole quanta may add to a bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,13 @@ def lower_bound(instance: Instance) -> Bound:
     least = _least(instance)
     paths = _paths(least)
     return max((_lane_bound(least, paths, lane) for lane in range(instance.lanes)), key=lambda bound: bound.time_s)
+
+
+def honest(bound_s: float, time_s: float) -> float:
+    """The bound, which must not be above the time of a schedule by more than rounding. Raises AssertionError if it is:
+    a proof is wrong."""
+    assert bound_s <= time_s * (1 + ROUNDING), f"a bound of {bound_s!r} s for a schedule that takes {time_s!r} s"
+    return min(bound_s, time_s)
 
 
 def _least(instance: Instance) -> Least:

@@ -132,9 +132,16 @@ def built(instance: Instance, t: Tables, loops: Loops, wish: Floats, merge: NDAr
 
 
 def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
-    """Of each stage, whether its backwards run as B: nowhere, and everywhere, as far as is allowed."""
-    split, merged = ~instance.may_split, instance.may_merge
-    return [split] if (split == merged).all() else [split, merged.copy()]
+    """Of each stage, whether its backwards run as B: nowhere, and everywhere, as far as is allowed; where B may pay on
+    some stages only, those where it is quicker, and those that memory is too small to split on."""
+    split, merged = ~instance.may_split, instance.may_merge.copy()
+    time, held = instance.time_s, instance.held_bytes
+    is_open = instance.open_stages()
+    quicker = is_open & (time[B].sum(axis=1) < (time[I] + time[W]).sum(axis=1) * (1 - 1e-9))
+    grown = np.maximum(held[F], held[F] + held[I]).sum(axis=1) + instance.passing_bytes.max(axis=(0, 2))
+    needs = np.bincount(instance.placement, weights=grown, minlength=instance.lanes)
+    choices = [split, merged, split | quicker, split | (is_open & (needs > instance.limit_bytes)[instance.placement])]
+    return [np.frombuffer(one, dtype=np.bool_).copy() for one in dict.fromkeys(choice.tobytes() for choice in choices)]
 
 
 def block_starts(

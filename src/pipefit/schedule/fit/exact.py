@@ -24,9 +24,9 @@ import numpy as np
 from pipefit.errors import ScheduleError
 from pipefit.schedule.fit import improve as local
 from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, state, tables
-from pipefit.schedule.fit.bounds import lower_bound
+from pipefit.schedule.fit.bounds import honest, lower_bound
 from pipefit.schedule.fit.construct import Start, fits
-from pipefit.schedule.fit.exact_model import build, may_choose, orders_in, read
+from pipefit.schedule.fit.exact_model import build, orders_in, read
 from pipefit.schedule.fit.exact_scale import Scaled, State, nodes_of, objective_of, orders_from, state_of
 from pipefit.schedule.fit.instance import B, I, Instance, Ints, W
 from pipefit.schedule.fit.kernel import Tables
@@ -94,7 +94,8 @@ def improve(instance: Instance, orders: Sequence[Ints], seconds: float, seed: in
         _solve_whole(search, seconds / 3 if nodes > SMALL // 2 else seconds)
     while not _is_best(search) and time.perf_counter() < until - 0.05:
         _window(search, until)
-    return Improved(search.start.orders, search.start.time_s, min(search.bound_s, search.start.time_s), search.windows)
+    bound_s = honest(search.bound_s, search.start.time_s)
+    return Improved(search.start.orders, search.start.time_s, bound_s, search.windows)
 
 
 def require_solver() -> None:
@@ -134,15 +135,18 @@ def _begin(instance: Instance, orders: Sequence[Ints], seed: int) -> Search:
 
 
 def apart(instance: Instance, orders: Sequence[Ints]) -> list[Ints]:
-    """The orders with B's as I and W, where that takes no longer: what a window may then part."""
-    slower = instance.time_s[B] >= (instance.time_s[I] + instance.time_s[W]) * (1 - 1e-12)
+    """The orders with every B as I and W on the stages where that takes no more time or memory: what a window may then
+    part. Their W's keep the order of backwards."""
+    parted = instance.may_split & instance.may_merge & ~instance.open_stages()
+    turns = [iter(instance.backwards.tolist()) for _ in range(instance.stages)]
     found = []
     for order in orders:
         row: list[int] = []
         for operation in order.tolist():
             kind, stage, unit = instance.parts(operation)
-            parts = kind == B and instance.may_split[stage] and slower[stage].all()
-            row += [instance.operation(each, stage, unit) for each in ((I, W) if parts else (kind,))]
+            for each in (I, W) if kind == B and parted[stage] else (kind,):
+                turn = next(turns[stage]) if each == W and parted[stage] else unit
+                row.append(instance.operation(each, stage, turn))
         found.append(np.array(row, dtype=np.int32))
     return found
 
@@ -266,8 +270,7 @@ def _solve_whole(search: Search, seconds: float) -> None:
     present = state_of(scaled, search.state.lanes, search.state.merged)
     assert present is not None
     nodes = {scaled.node(kind, *pair) for kind in range(3) for pair in np.ndindex(*search.state.merged.shape)}
-    choosing = {stage for stage in range(search.instance.stages) if may_choose(scaled, stage)}
-    free = {node for node in nodes if node in present.start or scaled.parts(node)[1] in choosing}
+    free = {node for node in nodes if node in present.start or scaled.is_open[scaled.parts(node)[1]]}
     best = objective_of(scaled, present)
     model = build(scaled, present, free, best * (2 if search.instance.objective == "span" else 1))
     model.cp.add(model.span <= best)
@@ -284,6 +287,8 @@ def _solve_whole(search: Search, seconds: float) -> None:
             again = state_of(search.scaled, lanes, merged)
             if again is not None:
                 _take(search, again)
+    if (search.instance.may_split & present.merged.any(axis=1) & ~scaled.is_open).any():
+        return  # backwards that were B stayed B: no word on all schedules
     if status in ("OPTIMAL", "FEASIBLE", "UNKNOWN"):
         proven = (math.ceil(solver.best_objective_bound - 1e-6) - (0 if scaled.exact else 1)) * scaled.quantum_s
         search.bound_s = max(search.bound_s, proven)

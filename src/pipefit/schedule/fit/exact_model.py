@@ -42,14 +42,6 @@ def _range(lane: Sequence[int], free: set[int]) -> tuple[int, int]:
     return (places[0], places[-1] + 1) if places else (len(lane), len(lane))
 
 
-def may_choose(scaled: Scaled, stage: int) -> bool:
-    """Whether it is worth deciding, unit by unit, between B and I with W: where B is quicker than both."""
-    instance = scaled.instance
-    both = instance.may_split[stage] and instance.may_merge[stage]
-    quicker = scaled.time[B, stage] < scaled.time[I, stage] + scaled.time[W, stage]
-    return bool(both and quicker.any())
-
-
 def _times(model: Model, ranges: Sequence[tuple[int, int]]) -> None:
     """Start and end of every node: integers for what comes before all that may move, variables for the rest."""
     scaled, cp, state = model.scaled, model.cp, model.state
@@ -65,7 +57,7 @@ def _times(model: Model, ranges: Sequence[tuple[int, int]]) -> None:
             begin = model.start[node] = cp.new_int_var(0, model.horizon, "")
             back = scaled.node(BACK, stage, unit)
             weight = scaled.node(WEIGHT, stage, unit)
-            if kind == BACK and may_choose(scaled, stage) and back in model.free and (merged or weight in model.free):
+            if kind == BACK and scaled.is_open[stage] and back in model.free and (merged or weight in model.free):
                 _open_backward(model, stage, unit)
             elif kind != WEIGHT or (stage, unit) not in model.merge:
                 model.intervals[node] = cp.new_fixed_size_interval_var(begin, duration, "")
@@ -126,7 +118,7 @@ def _dependencies(model: Model) -> None:
         for earlier, distance in scaled.before(kind, stage, unit):
             cp.add(begin >= model.end[earlier] + distance)
         place = unit if kind == FORWARD else int(scaled.position[unit])
-        if place == 0 or (kind == WEIGHT and may_choose(scaled, stage)):
+        if place == 0 or (kind == WEIGHT and scaled.is_open[stage]):
             continue
         previous = place - 1 if kind == FORWARD else int(scaled.instance.backwards[place - 1])
         before = scaled.node(kind, stage, previous)
@@ -174,7 +166,9 @@ def _objective(model: Model) -> None:
         stages = sorted({scaled.parts(node)[1] for node in lane})
         ends = [model.end[lane[-1]]]
         for stage in stages:
-            last = (scaled.node(kind, stage, final) for kind in (BACK, WEIGHT))
+            last = [scaled.node(kind, stage, final) for kind in (BACK, WEIGHT)]
+            if scaled.is_open[stage]:  # its W's may come in any order
+                last += [scaled.node(WEIGHT, stage, unit) for unit in range(instance.units) if unit != final]
             ends += [model.end[node] for node in last if node in model.end]
         begins: list[Any] = [0]
         if instance.objective == "span":

@@ -48,6 +48,9 @@ class Scaled:
     "Per lane; -1 is no limit. As many quanta above the true one as rounding may have added."
     position: Ints
     "[unit]: its place in the order of backwards."
+    is_open: NDArray[np.bool_]
+    "[stage]: whether it is open, unit by unit, to run B or I with W: where B may pay, or where W's differ, so that one"
+    " cannot stand for another."
 
     @staticmethod
     def of(instance: Instance, down: bool = False) -> Scaled:
@@ -79,6 +82,7 @@ class Scaled:
             passing=np.rint(instance.passing_bytes / grain).astype(np.int64),
             limit=limit,
             position=np.argsort(instance.backwards).astype(np.int32),
+            is_open=instance.open_stages() | (instance.may_split & instance.may_merge & ~_alike(instance)),
         )
 
     @property
@@ -113,6 +117,12 @@ class Scaled:
         edges = np.flatnonzero(instance.source == stage)
         found = [(self.node(BACK, int(instance.target[edge]), unit), int(self.backward[edge, unit])) for edge in edges]
         return [(self.node(FORWARD, stage, unit), 0), *found]
+
+
+def _alike(instance: Instance) -> NDArray[np.bool_]:
+    """[stage]: whether the W's of all units are alike."""
+    weights = np.stack([each[W] for each in (instance.time_s, instance.held_bytes, instance.passing_bytes)])
+    return np.asarray((weights == weights[:, :, :1]).all(axis=(0, 2)))
 
 
 def common_quantum(values: NDArray[np.float64], finest: float) -> tuple[float, bool]:

@@ -135,6 +135,19 @@ class Instance:
         """The stages of a lane, ascending."""
         return tuple(np.flatnonzero(self.placement == lane).tolist())
 
+    def open_stages(self) -> NDArray[np.bool_]:
+        """Per stage: whether it may pay to run a backward as B and another as I and W. It cannot where I with its W at
+        once takes no longer than B and, if there is a limit, no more memory, during it and after it."""
+        time, held, near = self.time_s, self.held_bytes, 1 + 1e-9
+        no_longer = (time[I] + time[W] <= time[B] * near).all(axis=1)
+        grain = 1e-9 * max(float(np.abs(held).max()), float(self.passing_bytes.max()))
+        need = np.maximum(held, 0.0) + self.passing_bytes
+        no_more = np.maximum(need[I], held[I] + need[W]) <= need[B] + grain
+        no_more &= held[I] + held[W] <= held[B] + grain
+        bounded = np.isfinite(self.limit_bytes)[self.placement]
+        found: NDArray[np.bool_] = self.may_split & self.may_merge & ~(no_longer & (no_more.all(axis=1) | ~bounded))
+        return found
+
     def work_s(self) -> Floats:
         """Per lane: the least time that its actions take, each unit's backward split or merged as it is quicker."""
         split = np.where(self.may_split[:, None], self.time_s[I] + self.time_s[W], np.inf)

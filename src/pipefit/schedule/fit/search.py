@@ -12,7 +12,7 @@ import numpy as np
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, tables
-from pipefit.schedule.fit.bounds import lower_bound
+from pipefit.schedule.fit.bounds import honest, lower_bound
 from pipefit.schedule.fit.construct import FEW_SPEEDS, Start, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
@@ -276,7 +276,7 @@ def _result(search: Search, best: Start, bound_s: float, choice: Choice) -> Fit:
     return Fit(
         schedule=schedule,
         time_s=best.time_s,
-        bound_s=min(bound_s, best.time_s),
+        bound_s=honest(bound_s, best.time_s),
         bubble=1.0 - float(search.instance.work_s().max()) / best.time_s,
         recompute=choice,
         peak_bytes=tuple(peaks(search.problem, schedule).tolist()),
