@@ -17,6 +17,8 @@ from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, check, family, linear, lower, uniform_costs, vee
 from pipefit.schedule.fit import Fit, Instance, fit
+from pipefit.schedule.fit.construct import allowed
+from pipefit.schedule.fit.instance import orders_of, schedule_of
 from pipefit.schedule.problem import chain
 from pipefit.simulate import Timeline, simulate
 
@@ -253,9 +255,54 @@ def test_times_that_no_schedule_can_be_made_for(kind: str, time_s: float, text: 
     assert f"seen: {time_s:g} s" in str(error.value)
 
 
-def test_a_stage_without_weights_never_splits() -> None:
-    found = fit(problem_with("W", 0.0), moves=500)
+def without_weights(stage: int, merged_s: float) -> Problem:
+    """W of a stage takes no time, I one second, and B `merged_s`."""
+    costs = uniform_costs(linear(2))
+    times = {"W": np.ones((2, 1, 1)), "B": np.full((2, 1, 1), 2.0)}
+    times["W"][stage], times["B"][stage] = 0.0, merged_s
+    actions = {kind: replace(costs.actions[kind], time_s=table) for kind, table in times.items()}
+    return Problem(placement=linear(2), microbatches=4, costs=replace(costs, actions={**costs.actions, **actions}))
+
+
+def test_a_stage_without_weights_never_splits_unless_that_is_quicker() -> None:
+    found = fit(without_weights(1, 1.0), moves=500)
     assert not any(action.kind == "W" and action.stage == 1 for _, _, action in found.schedule)
+    for problem in (without_weights(1, 1.5), without_weights(0, 1.5)):
+        assert problem.costs is not None
+        found = fit(problem, moves=500)
+        verified(problem, found)
+        assert found.time_s <= simulate(family("zb-h1")(problem), problem.costs).makespan_s
+
+
+@pytest.mark.parametrize("kinds", ["FB", "FIW", "FIWB"])
+@pytest.mark.parametrize("placement", [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 1, 0)])
+def test_tables_of_some_actions_on_all_placements(placement: tuple[int, ...], kinds: str) -> None:
+    """Families with other actions are made to use those that there are; a lane alone never waits."""
+    costs = uniform_costs(placement, forward_s=2.0, input_s=3.0, weight_s=1.0, transfer_s=0.5)
+    costs = replace(costs, actions={kind: costs.actions[kind] for kind in kinds})
+    for microbatches in (1, 3, 4):
+        problem = Problem(placement=placement, microbatches=microbatches, costs=costs)
+        found = fit(problem, moves=300)
+        verified(problem, found)
+        assert {action.kind for _, _, action in found.schedule} <= set(kinds)
+        if max(placement) == 0:
+            assert found.time_s == found.bound_s == 6.0 * microbatches * len(placement)
+
+
+def test_orders_with_the_actions_that_are_allowed() -> None:
+    """B becomes I and the next W of its stage, and I with W becomes B, within dependencies: merging and parting."""
+    whole = Problem(placement=vee(3), microbatches=5, costs=uniform_costs(vee(3)))
+    assert whole.costs is not None
+    for name in ("v-half", "zb-v", "1f1b-v", "v-min"):
+        schedule = family(name)(whole)
+        for kinds in ("FIW", "FB", "FIWB"):
+            costs = replace(whole.costs, actions={kind: whole.costs.actions[kind] for kind in kinds})
+            instance = Instance.of(replace(whole, costs=costs))
+            made = schedule_of(instance, allowed(instance, orders_of(instance, schedule)))
+            check(made)
+            assert {action.kind for _, _, action in made} <= set(kinds)
+            assert kinds != "FIWB" or made.lanes == schedule.lanes
+            assert kinds != "FIW" or simulate(made, costs).makespan_s <= simulate(schedule, whole.costs).makespan_s
 
 
 def test_a_limit_below_what_any_schedule_needs() -> None:

@@ -80,21 +80,40 @@ def family_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops)
 
 def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Loops) -> Iterator[Start]:
     """A schedule as it is, where its actions are allowed and fit, and with its starts as wishes."""
-    orders = orders_of(instance, schedule)
+    orders = allowed(instance, orders_of(instance, schedule))
     s = state(t, instance, orders)
     if not loops.sweep(t, s):
         return
-    merged = merged_stages(instance, orders)
-    allowed = bool((instance.may_merge | ~merged).all() and (instance.may_split | merged).all())
-    if allowed and fits(t, s, orders):
+    if fits(t, s, orders):
         yield Start(float(s.value[0]), schedule.name, orders)
     begin = s.begin.reshape(3, instance.stages, instance.units)
-    weight = np.where(begin[W] < 1e299, begin[W], begin[I] + instance.time_s[I])
+    back_s = np.where(instance.may_split[:, None], instance.time_s[I], instance.time_s[B])
+    weight = np.where(begin[W] < 1e299, begin[W], begin[I] + back_s)
     wish = np.concatenate((begin[F], begin[I], weight))
     for merge in merge_choices(instance):
         made = built(instance, t, loops, wish, merge)
         if made is not None:
             yield Start(made.time_s, f"{schedule.name} in memory", made.orders)
+
+
+def allowed(instance: Instance, orders: list[Ints]) -> list[Ints]:
+    """The orders with I and W as B, at the place of I, on stages that may not split, and with B as I and the next W of
+    the stage on stages that may not merge."""
+    found = []
+    for order in orders:
+        row: list[int] = []
+        turns = {stage: iter(instance.backwards.tolist()) for stage in range(instance.stages)}
+        for operation in order.tolist():
+            kind, stage, unit = instance.parts(operation)
+            if kind == F or (instance.may_split[stage] and instance.may_merge[stage]):
+                row.append(operation)
+            elif instance.may_split[stage]:
+                row += [] if kind == W else [instance.operation(I, stage, unit)]
+                row += [] if kind == I else [instance.operation(W, stage, next(turns[stage]))]
+            elif kind != W:
+                row.append(instance.operation(B, stage, unit))
+        found.append(np.array(row, dtype=np.int32))
+    return found
 
 
 def swept(instance: Instance, t: Tables, loops: Loops, orders: list[Ints]) -> State:

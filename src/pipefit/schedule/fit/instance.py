@@ -197,11 +197,22 @@ def _dense(table: Floats, shape: tuple[int, int, int]) -> Floats:
 
 
 def _may_split(costs: CostTable, shape: tuple[int, int, int]) -> NDArray[np.bool_]:
-    """Per stage: whether I and W can run apart. Where W takes no time there is nothing to put off."""
+    """Per stage: whether I and W can run apart. Where no W takes time there is nothing to put off, unless B takes more
+    time than I, or more memory."""
     if "I" not in costs.actions or "W" not in costs.actions:
         return np.zeros(shape[0], dtype=np.bool_)
-    weight_s = _dense(costs.actions["W"].time_s, shape)
-    return np.asarray((weight_s > 0).all(axis=1) | ("B" not in costs.actions))
+    if "B" not in costs.actions:
+        return np.ones(shape[0], dtype=np.bool_)
+    time_s, held, passing = (
+        {kind: _dense(getattr(costs.actions[kind], field), shape) for kind in "IWB"}
+        for field in ("time_s", "held_bytes", "peak_bytes")
+    )
+    need = {kind: np.maximum(held[kind], 0.0) + passing[kind] for kind in "IWB"}
+    most = np.maximum(need["I"], held["I"] + need["W"])
+    grain = 1e-9 * max(float(np.abs(held["B"]).max()), float(most.max()))
+    merges = (time_s["W"] == 0) & (time_s["B"] <= time_s["I"] * (1 + 1e-9))
+    merges &= (need["B"] <= most + grain) & (held["B"] <= held["I"] + held["W"] + grain)
+    return np.asarray(~merges.all(axis=1))
 
 
 def _transfers(problem: Problem, costs: CostTable, way: str) -> tuple[Floats, Floats, Floats]:
