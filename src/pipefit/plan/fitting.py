@@ -23,7 +23,7 @@ from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import order_problem
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.predict import lane_limits
-from pipefit.plan.search import Progress, search, simulated
+from pipefit.plan.search import TIE, Progress, evaluate, search, simulated
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute
 from pipefit.plan.work import Parts, pipeline_work
@@ -31,11 +31,11 @@ from pipefit.simulate import simulate
 
 FIT = "fit"
 
-GAIN = 1e-3
-"""A fitted order must be faster by this part than the best family, whose order everybody knows."""
-
 HOPE = 0.1
 """How much a layout's family may lie behind the best one, as a part of it, for its layout to get a fitted order."""
+
+REFINED = 3
+"""Placements whose best plan is cut again where `fit` is pinned."""
 
 POOL = 10
 """Layouts whose bounds are worked out."""
@@ -62,19 +62,54 @@ def best_plans(
     layouts: int = LAYOUTS,
 ) -> Found:
     """What the search finds, and the fitted orders that beat it. With `schedule=fit` pinned, fitted orders alone."""
-    found = search(bench, job, pins, top, progress)
+    first = search(bench, job, pins, top, progress)
+    found = _cut_again(bench, job, pins, first)
     pinned = pins.get("schedule") == FIT
     if pins.get("schedule", FIT) != FIT:
         return found
     fitted: list[Evaluated] = []
-    for tables in _short_list(bench, job, pins, found, layouts):
+    before = [one.decisions for one in first.fitting[:1] if one not in found.fitting]
+    for tables in _short_list(bench, job, pins, found, layouts, before):
         best_s = min((one.step_s for one in (*found.fitting[:1], *fitted)), default=float("inf"))
         one = fit_layout(bench, tables)
-        if one is not None and (pinned or one.step_s < best_s * (1 - GAIN)):
+        if one is not None and (pinned or one.step_s < best_s * (1 - TIE)):
             fitted.append(one)
     others = [_renamed(one) for one in found.fitting] if pinned else found.fitting
-    fitting = sorted((*others, *fitted), key=lambda one: one.rank)
+    fitting = _distinct(sorted((*others, *fitted), key=lambda one: one.rank))
     return replace(found, fitting=tuple(fitting), fitted=len(fitted))
+
+
+def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Found:
+    """What was found, the best plan with better cuts where its lanes hold several stages and some are better. Where
+    `fit` is pinned, the best plan of every placement: the orders are made for these cuts."""
+    if "cuts" in pins:
+        return found
+    seen: set[tuple[int, ...]] = set()
+    fitting = list(found.fitting)
+    for index, one in enumerate(found.fitting):
+        if (placement := one.decisions.lane_of_stage) in seen or len(seen) >= REFINED:
+            continue
+        seen.add(placement)
+        fitting[index] = _refined(bench, job, one)
+        if pins.get("schedule") != FIT:
+            break
+    return replace(found, fitting=tuple(sorted(fitting, key=lambda one: one.rank)))
+
+
+def _refined(bench: Workbench, job: Job, one: Evaluated) -> Evaluated:
+    """The plan with the better cuts, or itself where there are none."""
+    free = replace(one.decisions, stages=one.decisions.stage_count, cuts=())
+    parts = bench.refined(job, free, one.parts)
+    if parts is one.parts:
+        return one
+    again = evaluate(bench, one.decisions, parts)
+    return again if again.simulation.fits and again.step_s < one.step_s else one
+
+
+def _distinct(ranked: Sequence[Evaluated]) -> list[Evaluated]:
+    """The first of every choice: orders that differ in nothing but their time, or their cuts, are one choice."""
+    kept = {replace(one.decisions, stages=one.decisions.stage_count, cuts=()): one for one in reversed(ranked)}
+    return sorted(kept.values(), key=lambda one: one.rank)
 
 
 def choices(pins: Mapping[str, Any], layout: Decisions) -> list[tuple[Recompute, ...]]:
@@ -118,18 +153,27 @@ def fit_layout(
     limits: Sequence[float] | None = None,
     moves: int | None = None,
 ) -> Evaluated | None:
-    """The best order found for a layout, every stage recomputing by one of the choices; lowered and simulated. None
-    where no order fits. `limits` of every lane, default those of its devices."""
+    """The best order found for a layout, every stage recomputing by one of the choices, or where that finds none all by
+    the same; lowered and simulated. None where no order fits. `limits` of every lane, default those of its devices."""
+    limits = lane_limits(tables[0].work, bench.network) if limits is None else limits
+    count = moves_for(_actions(tables[0].parts)) if moves is None else moves
+    one = _fitted(bench, tables, limits, count)
+    if one is None and len(tables) > 1:
+        alone = [found for table in tables if (found := _fitted(bench, [table], limits, count)) is not None]
+        one = min(alone, key=lambda found: found.rank, default=None)
+    return one
+
+
+def _fitted(bench: Workbench, tables: Sequence[Choice], limits: Sequence[float], moves: int) -> Evaluated | None:
+    """One order for all these ways of recomputing, fitted again with less where its transfers need memory."""
     from pipefit.schedule.fit import fit
 
-    limits = lane_limits(tables[0].work, bench.network) if limits is None else limits
     room = list(limits)
-    count = moves_for(_actions(tables[0].parts)) if moves is None else moves
     by_name: dict[str, CostTable] = {one.decisions.recompute[0]: one.costs for one in tables}
     options = by_name if len(tables) > 1 else None
     for _ in range(TIGHTER):
         try:
-            made = fit(order_problem(tables[0].parts, tables[0].costs, room), moves=count, options=options)
+            made = fit(order_problem(tables[0].parts, tables[0].costs, room), moves=moves, options=options)
         except ScheduleError:
             return None
         choice = _chosen(bench, tables, made.recompute)
@@ -157,11 +201,16 @@ def moves_for(actions: int) -> int:
     return max(MOVES[0], min(MOVES[1], WORK // max(actions, 1)))
 
 
-def _short_list(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int) -> list[list[Choice]]:
-    """Layouts whose bound leaves something to win, the most promising first: those of the best families, and of plans
-    that would be faster but lack memory, put back by what they lack."""
+def _short_list(
+    bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int, before: Sequence[Decisions]
+) -> list[list[Choice]]:
+    """Layouts whose bound leaves something to win: the best one, also `before` it was cut again (even stages are worth
+    more to an order of its own than to the family's); then the most promising of those of the next families and of
+    plans that would be faster but lack memory, put back by what they lack."""
     best_s = found.fitting[0].step_s if found.fitting else float("inf")
     scored = [(one.step_s, 1.0, one.decisions) for one in found.fitting if one.step_s <= best_s * (1 + HOPE)]
+    sure = [*(one.decisions for one in found.fitting[:1]), *before]
+    scored += [(best_s, 1.0, decisions) for decisions in before]
     for misfit in found.misfits:
         if misfit.bound_s < best_s:
             scored.append((misfit.bound_s, max(1.0, misfit.peak_bytes / misfit.limit_bytes), misfit.decisions))
@@ -169,6 +218,7 @@ def _short_list(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Foun
     seen: set[Decisions] = set()
     for step_s, lack, decisions in sorted(scored, key=lambda one: (one[1] > 1, one[0] * one[1])):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
+        key = replace(key, cuts=decisions.cuts) if decisions in before else key
         if key in seen or len(seen) >= POOL or (decisions.lanes == 1 and pins.get("schedule") != FIT):
             continue
         seen.add(key)
@@ -178,7 +228,7 @@ def _short_list(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Foun
         if _actions(tables[0].parts) > MANY:
             tables = [one for one in tables if one.decisions.recompute == decisions.recompute]
         if tables[0].bound_s < best_s and score <= best_s * (1 + HOPE):
-            ready.append((score, len(ready), tables))
+            ready.append((0.0 if decisions in sure else score, len(ready), tables))
     result: list[list[Choice]] = []
     actions = 0
     for _, _, tables in sorted(ready, key=lambda one: one[:2]):

@@ -10,13 +10,13 @@ from pipefit.cluster.types import Cluster
 from pipefit.cost.roofline import LayerCosts
 from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
-from pipefit.plan.fitting import best_plans
+from pipefit.plan.fitting import FIT, best_plans
 from pipefit.plan.nearest import does_not_fit
-from pipefit.plan.outcome import Found
+from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement_plan import place_found
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
-from pipefit.plan.search import Progress, evaluate
+from pipefit.plan.search import Progress
 from pipefit.plan.sensitivity import sensitivity
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
@@ -47,8 +47,9 @@ def make_plan(
     found = best_plans(bench, job, pins, top, progress)
     if not found.fitting:
         raise does_not_fit(bench, job, pins, found)
-    placing = place_found(bench, job, pins, _cut_again(bench, job, pins, found))
-    found = placing.found
+    placing = place_found(bench, job, pins, found)
+    curve = trade(bench, job, pins, placing.found.fitting[0])
+    found = _with(placing.found, curve.best)
     best = found.fitting[0]
     plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     plan = predict(plan, model, best.simulation, found.lower_bound_s)
@@ -61,26 +62,28 @@ def make_plan(
     counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
     if placing.note:
         counted += "; all of it in hostname order"
-    if found.fitted:
-        counted += f"; {found.fitted} fitted orders beat all families of their time"
+    counted += _gain(found, pins)
     prediction = replace(
         plan.prediction,
         binds=binds,
         assumptions=(*plan.prediction.assumptions, *filter(None, [placing.note]), counted),
         sensitivity=sensitivity(bench, job, pins, best),
-        trade=trade(bench, job, pins, best),
+        trade=curve.points,
     )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
 
 
-def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Found:
-    """What was found, the best plan with better cuts where its lanes hold several stages and some are better."""
+def _with(found: Found, best: Evaluated) -> Found:
+    """What was found, with the best point of the trade curve before all else."""
+    if best is found.fitting[0]:
+        return found
+    return replace(found, fitting=(best, *found.fitting))
+
+
+def _gain(found: Found, pins: Mapping[str, Any]) -> str:
+    """What a fitted order gained, for the notes; '' where a family won, or where families were not to be compared."""
     best = found.fitting[0]
-    free = replace(best.decisions, stages=best.decisions.stage_count, cuts=())
-    parts = best.parts if "cuts" in pins else bench.refined(job, free, best.parts)
-    if parts is best.parts:
-        return found
-    again = evaluate(bench, best.decisions, parts)
-    if not again.simulation.fits or again.step_s >= best.step_s:
-        return found
-    return replace(found, fitting=(again, *found.fitting[1:]))
+    families = [one.step_s for one in found.fitting if one.decisions.schedule != FIT]
+    if best.decisions.schedule != FIT or pins.get("schedule") == FIT or not families:
+        return ""
+    return f"; a fitted order takes {1 - best.step_s / min(families):.1%} less than the best schedule family"

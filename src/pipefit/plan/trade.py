@@ -1,11 +1,11 @@
 """Memory against time on one layout: what each schedule family and each way of recomputing needs and takes, and the
-orders fitted to limits between the least that works and the most that helps.
+orders fitted to limits between the least that works and the most that helps. The fastest point that fits is the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import ScheduleError
@@ -18,29 +18,65 @@ from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute, TradePoint
 from pipefit.schedule.families import FAMILIES
 
-LEVELS, FEW = 7, 1
-"""Limits that orders are fitted to: so many, and fewer where a fit has many actions."""
+BELOW, BEYOND = 2, 2
+"""Limits that orders are fitted to: so many below the device's, and so many beyond it. Where a fit has many actions,
+the device's alone."""
+
+SAME = 1e-9
+"""Relative difference of step times that counts as none."""
 
 
-def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) -> tuple[TradePoint, ...]:
-    """The points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), by memory.
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Memory against time on one layout."""
 
-    Of fitted orders only those that are faster than every fitted one with less memory. Empty for a single lane.
+    best: Evaluated
+    "The fastest of all points that fit and obey the pins."
+    points: tuple[TradePoint, ...] = ()
+    "By memory; empty for a single lane."
+
+
+def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) -> Curve:
+    """The points of the chosen plan's layout (its replicas, lanes, microbatches, ZeRO-1, device order), and the plan.
+
+    Whatever point fits, obeys the pins and is faster than `best` is taken in its place, so no such point is faster than
+    the plan. Of fitted orders only those are points that are faster than every fitted one with less memory.
     """
     layout = best.decisions
     if layout.lanes == 1:
-        return ()
+        return Curve(best)
     many = 3 * layout.stage_count * layout.microbatches > MANY
     found = list(_families(bench, job, pins, layout, many))
-    highest = max([best.limit_bytes, *(one.peak_bytes for one in found)])
-    lowest = min([best.peak_bytes, *(one.peak_bytes for one in found)])
-    step = (min(highest, 1.5 * best.limit_bytes) - lowest) / (FEW if many else LEVELS)
-    levels = [lowest + step * index for index in range((FEW if many else LEVELS) + 1)]
     own = best if layout.schedule == FIT else None
-    fitted = _fitted(bench, job, pins, layout, levels, many, own)
-    points = [_point(one) for one in (*found, *fitted)]
-    points = [one for one in points if one != _point(best)] + [replace(_point(best), chosen=True)]
-    return tuple(sorted(points, key=lambda one: (one.memory_bytes, one.step_s, one.schedule, one.recompute)))
+    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), many, own)
+    for one in (*found, *fitted):
+        if one.simulation.fits and one.step_s < best.step_s * (1 - SAME) and _obeys(one.decisions, pins):
+            best = one
+    points = {_point(one) for one in (*found, *fitted)} - {_point(best)}
+    ordered = sorted(
+        (*points, replace(_point(best), chosen=True)),
+        key=lambda one: (one.memory_bytes, one.step_s, one.schedule, one.recompute),
+    )
+    return Curve(best, tuple(ordered))
+
+
+def _levels(best: Evaluated, found: Sequence[Evaluated], many: bool) -> list[float]:
+    """Limits to fit orders to, rising; not the device's where `best` is fitted to it already."""
+    limit = best.limit_bytes
+    own = [] if best.decisions.schedule == FIT else [limit]
+    if many:
+        return own
+    highest = min(1.5 * limit, max([limit, *(one.peak_bytes for one in found)]))
+    lowest = min([best.peak_bytes, *(one.peak_bytes for one in found)])
+    below = [lowest + (limit - lowest) * index / BELOW for index in range(BELOW)] if lowest < limit else []
+    beyond = [limit + (highest - limit) * (index + 1) / BEYOND for index in range(BEYOND)] if highest > limit else []
+    return [*below, *own, *beyond]
+
+
+def _obeys(decisions: Decisions, pins: Mapping[str, Any]) -> bool:
+    """Whether a point of a layout that obeys the pins obeys those that points differ in."""
+    differ = {"schedule": decisions.schedule, "stages": decisions.stage_count}
+    return all(pins.get(key, value) == value for key, value in differ.items())
 
 
 def _families(
