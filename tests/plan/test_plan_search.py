@@ -323,3 +323,17 @@ def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.Monkey
         assert all(one.simulation.fits for one in again)
         gained += len(again) - len(once)
     assert gained >= 1
+
+
+@pytest.mark.parametrize("budget", [100, -1])
+def test_a_search_that_finds_nothing_ends_and_says_so(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work is bounded by PATIENCE where no plan stops it; without it, everything is looked at and told so."""
+    cluster, job = little_memory(4, beyond=-10_000_000), Job(batch=16, sequence=512)
+    room, pins = Workbench(toy_model(8), cluster), {"schedule": "1f1b"}
+    every = search(room, job, pins)
+    monkeypatch.setattr("pipefit.plan.search.PATIENCE", budget)
+    some = search(room, job, pins)
+    assert not some.fitting and some.unfit < every.unfit
+    assert some.open_bound_s < float("inf") == every.open_bound_s
+    with pytest.raises(DoesNotFitError, match="No plan that fits was found before the search's budget was spent"):
+        make_plan(toy_model(8), cluster, job, pins)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-
-import numpy as np
+from functools import lru_cache
 
 from pipefit.plan.bounds import flights
 from pipefit.plan.cut import Cut, Cutter
@@ -39,12 +38,13 @@ def missing_bytes(cut: Cut) -> float:
 def least_missing_bytes(cutter: Cutter, job: Job, decisions: Decisions) -> float:
     """No cut of these decisions lacks less: the lanes' equal parts of what stays, and, with one stage a lane, of what
     the fewest microbatches in flight keep, less the memory of the largest device."""
-    rows = list({id(row): row for row in cutter.rows(job, decisions)}.values())
-    lanes = decisions.lanes
-    need = float(np.minimum.reduce([row.static_bytes for row in rows]).sum())
+    static, saved, limit = cutter.floor_bytes(job, decisions)
+    lanes, held = decisions.lanes, 0
     if decisions.stage_count == lanes:
-        held = (
-            1 if decisions.slices else min(flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches))
-        )
-        need += held * float(np.minimum.reduce([row.saved_bytes for row in rows]).sum())
-    return need / lanes - max(row.limit_bytes for row in rows)
+        held = 1 if decisions.slices else _fewest(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
+    return (static + held * saved) / lanes - limit
+
+
+@lru_cache(maxsize=65536)
+def _fewest(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
+    return min(flights(schedule, placement, microbatches))

@@ -23,8 +23,10 @@ def does_not_fit(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Fou
     """The error for a search that found nothing: its closest miss, and a change under which the search finds a plan."""
     closest = min(found.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
     change = nearest_change(bench, job, pins)
+    spent = found.open_bound_s < float("inf")
+    begin = "No plan that fits was found before the search's budget was spent" if spent else "No plan fits"
     return DoesNotFitError(
-        f"No plan fits: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device "
+        f"{begin}: at least {format_bytes(closest.peak_bytes - closest.limit_bytes)} are missing on each device "
         f"of lane {closest.lane} in the plan that comes closest.",
         where=describe(closest.decisions) + _devices(bench, closest),
         seen=f"{format_bytes(closest.peak_bytes)} needed",

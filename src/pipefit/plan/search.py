@@ -50,6 +50,9 @@ BUDGET = 100_000
 """Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
 DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
 
+PATIENCE = 200_000
+"""Work after which even a search that has found nothing that fits stops, and says so."""
+
 DEVICE = 3
 """What a device of a cost table counts in the budget: its cost beside that of an action."""
 
@@ -168,7 +171,7 @@ class _Search:
 
     def explore(self, candidates: list[_Candidate], patient: bool = True) -> tuple[float, float]:
         """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left).
-        Who is `patient` goes beyond the budget until something fits."""
+        Who is `patient` goes beyond the budget until something fits, but not beyond PATIENCE."""
         self.spent = 0
         for candidate in candidates:
             candidate.bound_s = candidate.even_s = self.even_bound_s(candidate.decisions)
@@ -176,7 +179,7 @@ class _Search:
         heap = [(self.key_s(candidate), index) for index, candidate in enumerate(candidates)]
         heapq.heapify(heap)
         left: list[int] = []
-        while heap and not (self.spent > BUDGET and (self.fitting or not patient)):
+        while heap and self.spent <= (PATIENCE if patient and not self.fitting else BUDGET):
             _, index = heapq.heappop(heap)
             if self.fitting and candidates[index].bound_s > self.fitting[0].step_s * (1 + TIE):
                 left.append(index)
@@ -237,9 +240,10 @@ class _Search:
         grid of devices; where nothing fits, the one that lacks least."""
         cutter = self.bench.cutter
         if not self.fitting:
-            found = closest(cutter, self.job, [decisions for _, _, decisions in self.unfit])
+            known = self.unfit or ([] if self.misfits else [(one.bound_s, 0, one.decisions) for one in self.left])
+            found = closest(cutter, self.job, [decisions for _, _, decisions in known])
             if found is not None:
-                bound_s, _, decisions = self.unfit[found[0]]
+                bound_s, _, decisions = known[found[0]]
                 yield _misfit(bound_s, decisions, found[1])
             return
         leanest: dict[tuple[int, int], tuple[float, float, Decisions]] = {}
