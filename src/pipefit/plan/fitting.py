@@ -63,7 +63,7 @@ def best_plans(
 ) -> Found:
     """What the search finds, and the fitted orders that beat it. With `schedule=fit` pinned, fitted orders alone."""
     first = search(bench, job, pins, top, progress)
-    found = _cut_again(bench, job, pins, first)
+    found = _cut_again(bench, job, pins, first, min(layouts, REFINED))
     pinned = pins.get("schedule") == FIT
     if pins.get("schedule", FIT) != FIT:
         return found
@@ -79,15 +79,15 @@ def best_plans(
     return replace(found, fitting=tuple(fitting), fitted=len(fitted))
 
 
-def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Found:
+def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int) -> Found:
     """What was found, the best plan with better cuts where its lanes hold several stages and some are better. Where
-    `fit` is pinned, the best plan of every placement: the orders are made for these cuts."""
+    `fit` is pinned, the best plan of `most` placements: the orders are made for these cuts."""
     if "cuts" in pins:
         return found
     seen: set[tuple[int, ...]] = set()
     fitting = list(found.fitting)
     for index, one in enumerate(found.fitting):
-        if (placement := one.decisions.lane_of_stage) in seen or len(seen) >= REFINED:
+        if (placement := one.decisions.lane_of_stage) in seen or len(seen) >= most:
             continue
         seen.add(placement)
         fitting[index] = _refined(bench, job, one)
