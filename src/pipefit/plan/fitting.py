@@ -44,7 +44,8 @@ LAYOUTS, ACTIONS = 4, 5_000
 """Layouts that get fitted orders: at most so many, fewer where they have many actions together."""
 
 MANY = 3_000
-"""Actions of a layout above which only its own way of recomputing is fitted."""
+"""Actions of a layout above which an order is fitted only where `fit` is pinned, and for its own way of recomputing:
+with so many, the moves that planning has time for gain next to nothing."""
 
 MOVES, WORK = (2_000, 20_000), 15_000_000
 """Moves of one fit: WORK over the actions, within these limits. The time of a move grows with the actions."""
@@ -222,6 +223,8 @@ def _short_list(
         if key in seen or len(seen) >= POOL or (decisions.lanes == 1 and pins.get("schedule") != FIT):
             continue
         seen.add(key)
+        if _at_least(decisions) > MANY and pins.get("schedule") != FIT:
+            continue
         tables = tables_of(bench, job, decisions, choices(pins, decisions))
         own = next(one.bound_s for one in tables if one.decisions.recompute == decisions.recompute)
         score = max(step_s, own) * lack
@@ -241,6 +244,11 @@ def _short_list(
 
 def _actions(parts: Parts) -> int:
     return 3 * len(parts.stages) * parts.microbatches * len(parts.slices)
+
+
+def _at_least(decisions: Decisions) -> int:
+    """The actions of a layout, before it is built: of whole microbatches."""
+    return 3 * decisions.stage_count * decisions.microbatches
 
 
 def _renamed(one: Evaluated) -> Evaluated:
