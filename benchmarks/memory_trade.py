@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import queue as queues
-import socket
 import statistics
 import sys
 import time
@@ -28,6 +26,7 @@ import numpy as np
 from paced import be_punctual
 from paced_links import LinkedPace, stamps
 from provenance import provenance, write_result
+from ranks import in_ranks, join_group
 
 FIXED = ("1f1b", "interleaved-1f1b", "zb-v", "v-half", "v-min")
 MODEL, LANES = "llama-3-8b", 4
@@ -161,53 +160,22 @@ def run(cases: list[list[dict[str, Any]]], rounds: int, scales: list[float]) -> 
     """Of every case the step times of each plan by round, from four processes."""
     import torch.multiprocessing as multiprocessing
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     boards = [[context.RawArray("d", stamps(plan["costs"], plan["microbatches"])) for plan in plans] for plans in cases]
-    arguments = (port, blocks(), cases, boards, rounds, scales, results)
-    ranks = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(LANES)]
-    for rank in ranks:
-        rank.start()
-    try:
-        found = wait_for(results, ranks)
-        for rank in ranks:
-            rank.join(60)
-        return found
-    finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
-
-
-def wait_for(results: Any, ranks: list[Any]) -> list[dict[str, Any]]:
-    """What rank 0 reports. RuntimeError where a rank ends before, or time is up."""
-    until = time.monotonic() + LIMIT_S
-    while True:
-        try:
-            found: list[dict[str, Any]] = results.get(timeout=5)
-            return found
-        except queues.Empty:
-            codes = [rank.exitcode for rank in ranks]
-            if any(code not in (None, 0) for code in codes) or time.monotonic() > until:
-                raise RuntimeError(f"a rank ended, or time is up: exit codes {codes}") from None
+    found: list[dict[str, Any]] = in_ranks(rank_main, LANES, blocks(), cases, boards, rounds, scales, limit_s=LIMIT_S)
+    return found
 
 
 def rank_main(
-    rank: int, port: int, blocks: int, cases: Any, boards: Any, rounds: int, scales: list[float], results: Any
+    rank: int, count: int, port: int, blocks: int, cases: Any, boards: Any, rounds: int, scales: Any, results: Any
 ) -> None:
     """One rank: builds a worker for every plan of a case, then steps them in turn, case by case."""
-    import torch
     import torch.distributed as dist
 
     from pipefit.run.comms import Comms
 
-    torch.set_num_threads(1)
     be_punctual()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=LANES)
+    join_group(rank, count, port)
     comms, model, found = Comms(), small_model(blocks), []
     for plans, own_boards, scale in zip(cases, boards, scales, strict=True):
         sides = [Side(plan, model, comms, board, scale) for plan, board in zip(plans, own_boards, strict=True)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from provenance import provenance, write_result
+from ranks import in_ranks, join_group
 
 AIM = 1.05
 CASES = (("empty", 2), ("empty", 4), ("four-layer", 2), ("four-layer", 4))
@@ -51,40 +51,9 @@ def main() -> int:
 
 def measure(kind: str, processes: int, quick: bool) -> dict[str, Any]:
     """One case: pairs of steps in `processes` ranks; times of the slowest rank."""
-    import torch.multiprocessing as multiprocessing
-
     pairs = 20 if quick else (150 if kind == "empty" else 40)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=rank_main, args=(rank, processes, port, kind, pairs, queue)) for rank in range(processes)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        found = wait_for(queue, ranks)
-        for rank in ranks:
-            rank.join(60)
-    finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
+    found = in_ranks(rank_main, processes, kind, pairs)
     return summary(kind, processes, *found)
-
-
-def wait_for(queue: Any, ranks: list[Any]) -> Any:
-    """What the last rank reports. RuntimeError if a rank ends without."""
-    import queue as queues
-
-    while True:
-        try:
-            return queue.get(timeout=5)
-        except queues.Empty:
-            if any(rank.exitcode not in (None, 0) for rank in ranks):
-                raise RuntimeError(f"a rank ended: exit codes {[rank.exitcode for rank in ranks]}") from None
 
 
 def summary(
@@ -123,9 +92,7 @@ def rank_main(rank: int, processes: int, port: int, kind: str, pairs: int, queue
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
+    join_group(rank, processes, port)
     model, plan = make_plan(kind, processes)
     ours, actions, parameters = our_side(model, plan)
     theirs = torch_side(kind, model, plan, rank, parameters)

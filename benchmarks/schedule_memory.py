@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from provenance import provenance, write_result
+from ranks import in_ranks, join_group
 from schedule_memory_plot import draw
 
 LIMIT = 0.01
@@ -117,39 +117,8 @@ def make_plans(devices: int, microbatches: int, sequence: int, names: tuple[str,
 
 def run(devices: int, plans: dict[str, Any], model: Any) -> dict[str, list[float]]:
     """The measured peak of every device under every plan, in one world of processes."""
-    import torch.multiprocessing as multiprocessing
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=rank_main, args=(rank, devices, port, plans, model, queue)) for rank in range(devices)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        found = wait_for(queue, ranks)
-        for rank in ranks:
-            rank.join(60)
-    finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
+    found: dict[str, list[float]] = in_ranks(rank_main, devices, plans, model)
     return found
-
-
-def wait_for(queue: Any, ranks: list[Any]) -> Any:
-    """What the first rank reports. RuntimeError if a rank ends without."""
-    import queue as queues
-
-    while True:
-        try:
-            return queue.get(timeout=5)
-        except queues.Empty:
-            if any(rank.exitcode not in (None, 0) for rank in ranks):
-                raise RuntimeError(f"a rank ended: exit codes {[rank.exitcode for rank in ranks]}") from None
 
 
 def rank_main(rank: int, devices: int, port: int, plans: dict[str, Any], model: Any, queue: Any) -> None:
@@ -157,11 +126,9 @@ def rank_main(rank: int, devices: int, port: int, plans: dict[str, Any], model: 
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=devices)
     from pipefit.run.comms import Comms
 
+    join_group(rank, devices, port)
     comms, found = Comms(), {}
     for name, plan in plans.items():
         own = torch.tensor([peak_bytes(plan, model, comms)], dtype=torch.float64)

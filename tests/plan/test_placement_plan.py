@@ -72,8 +72,9 @@ def test_nothing_is_searched_where_all_links_are_alike(monkeypatch: pytest.Monke
     assert notes(planned(skewed_cluster(8), mapping="hostname")) == []
 
 
-def test_no_device_gets_a_stage_that_it_cannot_hold() -> None:
-    """Half of the hosts can hold little more than the leanest lane: the others stay where memory is needed."""
+def half_small() -> tuple[Cluster, dict[str, Any]]:
+    """Four hosts of which two can hold little more than the leaner lane, the pins of two lanes: small ones stand
+    where hostname order puts the leaner lane."""
     cluster = skewed_cluster(4, seed=5)
     pins = {
         "stages": 2,
@@ -90,11 +91,14 @@ def test_no_device_gets_a_stage_that_it_cannot_hold() -> None:
     assert first != last
     kind = next(iter(cluster.kinds.values()))
     small = replace(kind, name="small", memory_bytes=int((first + last) / 2))
-    small_first = last > first
-    hosts = tuple(
-        replace(host, kind="small") if (index < 2) == small_first else host for index, host in enumerate(cluster.hosts)
-    )
-    mixed = replace(cluster, kinds={**cluster.kinds, "small": small}, hosts=hosts)
+    leaner = (0, 1) if last > first else (2, 3)
+    hosts = tuple(replace(host, kind="small") if i in leaner else host for i, host in enumerate(cluster.hosts))
+    return replace(cluster, kinds={**cluster.kinds, "small": small}, hosts=hosts), pins
+
+
+def test_no_device_gets_a_stage_that_it_cannot_hold() -> None:
+    """Half of the hosts can hold little more than the leanest lane: the others stay where memory is needed."""
+    mixed, pins = half_small()
     plan = make_plan(toy_model(6), mixed, JOB, pins)
     assert plan.prediction is not None
     assert all(lane.peak_bytes <= lane.limit_bytes for lane in plan.prediction.lanes)
@@ -125,24 +129,7 @@ def test_a_mapping_that_cannot_be(mapping: tuple[int, ...], words: list[str]) ->
 
 
 def test_a_mapping_that_does_not_fit() -> None:
-    cluster = skewed_cluster(4, seed=5)
-    pins = {
-        "stages": 2,
-        "replicas": (1, 1),
-        "schedule": "1f1b",
-        "microbatches": 4,
-        "cuts": (2,),
-        "recompute": ("none",),
-        "zero1": False,
-    }
-    free = make_plan(toy_model(6), cluster, JOB, {**pins, "mapping": "hostname"})
-    assert free.prediction is not None
-    first, last = (lane.peak_bytes for lane in free.prediction.lanes)
-    kind = next(iter(cluster.kinds.values()))
-    small = replace(kind, name="small", memory_bytes=int((first + last) / 2))
-    leaner = (0, 1) if last > first else (2, 3)
-    hosts = tuple(replace(h, kind="small") if i in leaner else h for i, h in enumerate(cluster.hosts))
-    mixed = replace(cluster, kinds={**cluster.kinds, "small": small}, hosts=hosts)
+    mixed, pins = half_small()
     with pytest.raises(PlanError) as caught:
         make_plan(toy_model(6), mixed, JOB, {**pins, "mapping": (2, 3, 0, 1)})
     assert "No plan fits on these devices in this order." in str(caught.value)

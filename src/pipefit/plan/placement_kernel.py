@@ -114,11 +114,6 @@ def clear_load(a: int, b: int, load: Any, base: int, whole: Any, at: Any) -> Non
     load[ports + (at[HOSTS] + whole[at[HOST] + b]) * at[RAILS]] = 0
 
 
-def device_at(slot: int, whole: Any, at: Any) -> int:
-    """The device that stands at a slot."""
-    return int(whole[at[DEVICE] + slot])
-
-
 def ring_device(lane: int, shard: int, i: int, whole: Any, at: Any) -> int:
     """The i-th device of a lane's ring, in ascending order."""
     return int(whole[at[DEVICE] + whole[at[ORDER] + (lane * at[SHARDS] + shard) * at[REPLICAS] + i]])
