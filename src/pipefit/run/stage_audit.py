@@ -52,7 +52,6 @@ class Usage:
     """Bytes allocated since the audit began and not yet released, around one named stretch of work."""
 
     name: str
-    before_bytes: int
     peak_bytes: int
     after_bytes: int
 
@@ -99,13 +98,13 @@ class AllocationAudit:
                 level += memory[place][1]
                 self.peak_bytes = max(self.peak_bytes, level)
                 place += 1
-            before = peak = level
+            peak = level
             while place < len(memory) and memory[place][0] <= stop:
                 level += memory[place][1]
                 peak = max(peak, level)
                 place += 1
             self.peak_bytes = max(self.peak_bytes, peak)
-            self.usage.append(Usage(name, before, peak, level))
+            self.usage.append(Usage(name, peak, level))
         for _, size in memory[place:]:
             level += size
             self.peak_bytes = max(self.peak_bytes, level)
