@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 from profile_toys import Simulated
 
-from pipefit.profile.links import (
-    SIZES,
-    TINY,
-    LinkSurvey,
-    Outcome,
-    latency_and_bandwidth,
-    pair_times,
-    repeatability,
-    survey,
-)
+from pipefit.profile.estimate import pair_times
+from pipefit.profile.links import SIZES, TINY, LinkSurvey, Outcome, latency_and_bandwidth, survey
 from pipefit.profile.tournament import Pair, rounds, several
 
 
@@ -110,10 +102,3 @@ def test_a_lost_member_is_named_and_what_was_measured_is_kept() -> None:
     round_trip_s = network.time_s(0, 4, 2**20) + network.time_s(4, 0, TINY)
     tiny_s = network.time_s(0, 4, TINY) + network.time_s(4, 0, TINY)
     assert times.time_s[1, 0, 3] == pytest.approx(round_trip_s - tiny_s / 2, rel=0.06)
-
-
-def test_repeatability_cannot_tell_from_too_little() -> None:
-    assert repeatability(np.full((1, 4, 4), 1.0)).tolist() == np.ones((4, 4)).tolist()
-    two = np.full((3, 2, 2), np.nan)
-    two[:, 0, 1] = [1.0, 2.0, 3.0]
-    assert repeatability(two).tolist() == np.ones((2, 2)).tolist()

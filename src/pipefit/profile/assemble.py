@@ -11,8 +11,10 @@ from pipefit.cluster.kinds import OVERLAP
 from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LinkCurve, Measured, MemoryFact, RailCurve
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
+from pipefit.profile.effects import Array
+from pipefit.profile.estimate import PairTimes, pair_times
 from pipefit.profile.facts import CPU, Member, Rates
-from pipefit.profile.links import Array, LinkSample, PairTimes, latency_and_bandwidth, pair_times
+from pipefit.profile.links import LinkSample, latency_and_bandwidth
 
 ALIKE = 0.25
 """Hosts whose inner links differ by less than this share belong to one link class."""

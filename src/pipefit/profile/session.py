@@ -7,7 +7,7 @@ links, so that a network that fails does not cost what needed none.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -22,10 +22,10 @@ from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.device import rates
 from pipefit.profile.facts import Rates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
-from pipefit.profile.links import LinkSample, LinkSurvey
+from pipefit.profile.links import Games, LinkSample, LinkSurvey
 from pipefit.profile.links import survey as survey_links
 from pipefit.profile.state import ProfileConfig, Session, Show
-from pipefit.profile.tournament import rounds, several
+from pipefit.profile.tournament import mixed
 from pipefit.profile.wire import OPERATIONS, Wire
 from pipefit.run.comms import backend_for
 from pipefit.run.setup import World, choose_device
@@ -98,8 +98,9 @@ class Profile(Session):
         self.show("devices", 1, 1)
 
     def _inside(self) -> None:
-        games = several([ranks for ranks in self.hosts.values() if len(ranks) > 1])
-        self.found.inside = self._survey("links inside hosts", games, self.found.inside)
+        groups = [ranks for ranks in self.hosts.values() if len(ranks) > 1]
+        if groups:
+            self.found.inside = self._survey("links inside hosts", mixed(groups), self.found.inside)
 
     def _between(self) -> None:
         if len(self.hosts) < 2:
@@ -108,13 +109,11 @@ class Profile(Session):
             name = f"rail{rail}" if self.config.rails > 1 else "network"
             ranks = [members[min(rail, len(members) - 1)] for members in self.hosts.values()]
             self.found.rails[name] = []
-            self.found.rails[name] = self._survey(f"links between hosts, {name}", rounds(ranks), self.found.rails[name])
+            self.found.rails[name] = self._survey(
+                f"links between hosts, {name}", mixed([ranks]), self.found.rails[name]
+            )
 
-    def _survey(
-        self, phase: str, games: Sequence[Sequence[tuple[int, int]]], samples: list[LinkSample]
-    ) -> list[LinkSample]:
-        if not games:
-            return samples
+    def _survey(self, phase: str, games: Callable[[int], Games], samples: list[LinkSample]) -> list[LinkSample]:
         wire = Wire(self.board, self.device)
         found = LinkSurvey(samples=samples)
 

@@ -6,7 +6,8 @@ recursively, which needs a power of two, and takes as many rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 Pair = tuple[int, int]
 
@@ -30,3 +31,14 @@ def several(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
     each = [rounds(group) for group in groups]
     longest = max(map(len, each), default=0)
     return [[pair for games in each if turn < len(games) for pair in games[turn]] for turn in range(longest)]
+
+
+def mixed(groups: Sequence[Sequence[int]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
+    """`several`, for each repetition with the members in another order: who plays beside whom, and when, changes, so
+    that a moment in which everything was slow can be told from a slow link."""
+
+    def games(repeat: int) -> list[list[Pair]]:
+        order = random.Random(f"{seed}/{repeat}")
+        return several([order.sample(list(group), len(group)) for group in groups])
+
+    return games

@@ -1,0 +1,247 @@
+"""From samples of messages to the time of every link: noise, order of measuring and structure told apart.
+
+The logarithm of a time is the sum of an effect of the sender, of the receiver, of what the two hosts' classes have in
+common, of the link itself, and of the moment (which round of pairs it was measured in), see `effects.py`. The moment
+is left out of the result; each of the others is shrunk by what the repetitions say of it. A link that was not measured
+gets what its hosts and their classes say, with the error that this has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.profile.effects import Array, Fit, Indices, Term, fit
+from pipefit.profile.links import TINY, LinkSample
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Measurements as arrays, [measurement]; members by their place. `one_way_s` is the round trip less half of the
+    link's tiny one (for the tiny message: half of it)."""
+
+    members: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
+    size: Indices
+    "Index into `sizes_bytes`."
+    source: Indices
+    target: Indices
+    repeat: Indices
+    job: Indices
+    one_way_s: Array
+
+    def of_size(self, index: int) -> Table:
+        """Only the messages of one size."""
+        return self.only(self.size == index)
+
+    def only(self, chosen: Bools) -> Table:
+        """Only some measurements."""
+        return Table(
+            self.members,
+            self.sizes_bytes,
+            self.size[chosen],
+            self.source[chosen],
+            self.target[chosen],
+            self.repeat[chosen],
+            self.job[chosen],
+            self.one_way_s[chosen],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What hosts have in common, beside being fast or slow senders and receivers."""
+
+    classes: tuple[int, ...] = ()
+    "By host: hosts with the same number behave alike; empty for none."
+    bottleneck: bool = False
+    "Whether a link is as slow as the slower of its two ends, rather than as both together."
+    doubt: float = 1.0
+    "What the variance of a predicted link is multiplied by: cross-validation finds more than the formulas."
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """Logarithms of times, [source, target]; the diagonal is meaningless."""
+
+    log_s: Array
+    error: Array
+    "Variance of what is not known of `log_s`: for a link that was not measured, of its difference from what its hosts "
+    "say."
+    measured: Bools
+    between: float
+    "Variance between links."
+    within: float
+    "Variance of one measurement of a link, order of measuring included."
+    order: float
+    "Of it, the variance between moments."
+    fitted: Fit
+
+
+@dataclass(frozen=True, slots=True)
+class PairTimes:
+    """Times of one message from each member to each other: arrays [size, source, target]; NaN where not known."""
+
+    members: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
+    time_s: Array
+    spread: Array
+    "(slowest - fastest repetition) / fastest, as measured; NaN where it was not."
+    repeatability: Array
+    "[source, target], of the largest size: the correlation of this entry with one more measurement of it; the part of "
+    "the differences between links that comes back."
+    error: Array
+    "[source, target], of the largest size: relative standard error of the time."
+    predicted: Bools
+    "[source, target]: not measured, but concluded from other links of the two hosts."
+    noise: float
+    "Relative standard deviation of one measurement of the largest size, beside the order."
+    order_share: float
+    "Part of the variance of single measurements of the largest size that was the moment of measuring."
+
+
+def tabulate(samples: Sequence[LinkSample], members: Sequence[int]) -> Table:
+    """The samples between these members."""
+    place = {member: index for index, member in enumerate(members)}
+    kept = [sample for sample in samples if sample.source in place and sample.target in place]
+    sizes = sorted({sample.size_bytes for sample in kept} | {TINY})
+    at = {size: index for index, size in enumerate(sizes)}
+
+    def integers(values: list[int]) -> Indices:
+        return np.array(values, dtype=np.int64)
+
+    size = integers([at[sample.size_bytes] for sample in kept])
+    source = integers([place[sample.source] for sample in kept])
+    target = integers([place[sample.target] for sample in kept])
+    job = integers([sample.job if sample.job >= 0 else -1 - i for i, sample in enumerate(kept)])
+    trip_s = np.array([sample.round_trip_s for sample in kept], dtype=np.float64)
+    tiny = size == at[TINY]
+    fastest_s = np.full((len(members), len(members)), np.inf)
+    np.minimum.at(fastest_s, (source[tiny], target[tiny]), trip_s[tiny])
+    back_s = np.where(np.isfinite(fastest_s), fastest_s, 0.0)[source, target] / 2
+    one_way_s = np.maximum(np.where(tiny, trip_s / 2, trip_s - back_s), np.maximum(back_s, 1e-9))
+    repeat = integers([sample.repeat for sample in kept])
+    _, jobs = np.unique(job, return_inverse=True)
+    return Table(tuple(members), tuple(sizes), size, source, target, repeat, jobs.astype(np.int64), one_way_s)
+
+
+def pair_times(samples: Sequence[LinkSample], members: Sequence[int], *, predict: Shape | None = None) -> PairTimes:
+    """The time of every link between `members`; with `predict` of those too that were not measured, concluded so."""
+    table = tabulate(samples, members)
+    count = len(members)
+    cube = (len(table.sizes_bytes), count, count)
+    time_s, spread = np.full(cube, np.nan), np.full(cube, np.nan)
+    logs: Logs | None = None
+    for index in range(len(table.sizes_bytes)):
+        part = table.of_size(index)
+        if len(part.one_way_s):
+            logs = link_logs(part, predict or Shape())
+            keep = logs.measured | ((predict is not None) & ~np.eye(count, dtype=bool))
+            time_s[index] = np.where(keep, np.exp(logs.log_s), np.nan)
+            spread[index] = _spread(part)
+    if logs is None:
+        nothing = np.full((count, count), np.nan)
+        return PairTimes(
+            tuple(members), table.sizes_bytes, time_s, spread, nothing, nothing, np.isnan(nothing), 0.0, 0.0
+        )
+    apart = ~np.eye(count, dtype=bool)
+    return PairTimes(
+        tuple(members),
+        table.sizes_bytes,
+        time_s,
+        spread,
+        _repeatability(table.of_size(len(table.sizes_bytes) - 1), logs),
+        np.sqrt(logs.error),
+        apart & ~logs.measured,
+        float(np.sqrt(logs.fitted.noise)),
+        logs.order / (logs.between + logs.within) if logs.between + logs.within else 0.0,
+    )
+
+
+def link_logs(table: Table, shape: Shape) -> Logs:
+    """Effects of hosts, classes, links and moments in the times of messages of one size."""
+    count = len(table.members)
+    values = np.log(table.one_way_s)
+    floor = _floor(table, values) if shape.bottleneck else np.zeros((count, count))
+    way = table.source * count + table.target
+    terms = [Term("link", way, count * count)]
+    if count > 2:
+        terms = [Term("out", table.source, count), Term("in", table.target, count), *terms]
+    jobs = int(table.job.max()) + 1
+    if len(values) >= 2 * len(np.unique(table.job)):
+        terms = [Term("order", table.job, jobs, passing=True), *terms]
+    labels = np.array(shape.classes or range(count), dtype=np.int64)
+    if shape.classes:
+        kinds = int(labels.max()) + 1
+        block = labels[table.source] * kinds + labels[table.target]
+        same = (labels[table.source] == labels[table.target]).astype(np.int64)
+        terms = [Term("same", same, 2, free=True), Term("block", block, kinds * kinds), *terms]
+    found = fit(values - floor[table.source, table.target], terms)
+    log_s, error = floor + found.mean, np.zeros((count, count))
+    a, b = np.indices((count, count))
+    for name, index in _levels(labels, a, b).items():
+        if name in found.effects:
+            effect = found.effects[name]
+            log_s, error = log_s + effect.value[index], error + effect.error[index]
+    measured = np.zeros((count, count), dtype=bool)
+    measured[table.source, table.target] = True
+    error = np.where(measured, error, error * shape.doubt)
+    order = found.effects["order"].variance if "order" in found.effects else 0.0
+    between = float(np.var(log_s[measured])) if measured.sum() > 2 else 0.0
+    return Logs(log_s, error, measured, between, found.noise + order, order, found)
+
+
+def _levels(labels: Indices, a: Indices, b: Indices) -> dict[str, Indices]:
+    """The level of every ordered pair in every term that a link is made of."""
+    kinds = int(labels.max()) + 1 if len(labels) else 1
+    return {
+        "out": a,
+        "in": b,
+        "link": a * len(labels) + b,
+        "same": (labels[a] == labels[b]).astype(np.int64),
+        "block": labels[a] * kinds + labels[b],
+    }
+
+
+def _floor(table: Table, values: Array) -> Array:
+    """What the slower end of each link takes alone: every end's lower quartile over its links. [source, target]"""
+    count = len(table.members)
+    ends = []
+    for place in (table.source, table.target):
+        quartiles = [np.quantile(values[place == h], 0.25) if (place == h).any() else np.nan for h in range(count)]
+        ends.append(np.where(np.isnan(quartiles), np.nanmedian(quartiles), quartiles))
+    return np.asarray(np.maximum(ends[0][:, None], ends[1][None, :]))
+
+
+def _spread(table: Table) -> Array:
+    count = len(table.members)
+    least, most = np.full((count, count), np.inf), np.full((count, count), -np.inf)
+    np.minimum.at(least, (table.source, table.target), table.one_way_s)
+    np.maximum.at(most, (table.source, table.target), table.one_way_s)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(least), (most - least) / least, np.nan)
+
+
+def _repeatability(table: Table, logs: Logs) -> Array:
+    """Variance between links over (it + variance of one measurement of this link): the intraclass correlation
+    (Shrout and Fleiss 1979). For a link that was not measured the variance that its hosts explain stands above.
+
+    1: the link differs from the others by what was measured; 0: the differences are noise. 1 where fewer than three
+    links or one repetition cannot tell.
+    """
+    count = len(table.members)
+    way = table.source * count + table.target
+    times = np.bincount(way, minlength=count * count).reshape(count, count)
+    if logs.measured.sum() < 3 or times.max(initial=0) < 2:
+        return np.ones((count, count))
+    squares = np.bincount(way, weights=logs.fitted.residual**2, minlength=count * count).reshape(count, count)
+    noise = (squares + 2 * logs.fitted.noise) / (np.maximum(times - 1, 0) + 2)
+    within = noise + logs.order
+    known = np.where(logs.measured, logs.between, np.maximum(0.0, logs.between - logs.error))
+    total = logs.between + within
+    return np.where(total > 0, known / np.where(total > 0, total, 1.0), 1.0)
