@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit import greedy, kernel, moves
+from pipefit.schedule.fit import greedy, kernel, moves, pattern_kernel
 from pipefit.schedule.fit.greedy import Plan
 from pipefit.schedule.fit.instance import B, Floats, I, Instance, Ints
 from pipefit.schedule.fit.kernel import State, Tables, Trial
@@ -165,9 +165,10 @@ class Loops:
     sweep: Callable[..., Any]
     anneal: Callable[..., Any]
     construct: Callable[..., Any]
+    patterns: Callable[..., Any]
 
 
-PLAIN = Loops(kernel.sweep, moves.anneal, greedy.construct)
+PLAIN = Loops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel.patterns)
 
 
 @lru_cache(maxsize=1)
@@ -177,7 +178,7 @@ def compiled() -> Loops:
     them allocates: without reference counts (`_nrt`) on the arrays that each call hands on, they run twice as fast."""
     import numba
 
-    modules = (kernel, moves, greedy)
+    modules = (kernel, moves, greedy, pattern_kernel)
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     digest = hashlib.sha256(text).hexdigest()[:12]
     found: dict[str, Callable[..., Any]] = {}
@@ -189,4 +190,4 @@ def compiled() -> Loops:
                 copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
                 inline = "always" if name in INLINE else "never"
                 found[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
-    return Loops(found["sweep"], found["anneal"], found["construct"])
+    return Loops(found["sweep"], found["anneal"], found["construct"], found["patterns"])

@@ -262,16 +262,21 @@ class Side:
     held: tuple[Floats, Floats]
     "[unit]: what is held until the second is over, and from then on."
 
-    def tables(self, length: float) -> tuple[Floats, Floats]:
-        """[count]: the most work, and the least level, when so many units have entered a window."""
-        counts = np.arange(int(np.searchsorted(self.enter_s[0], length)) + 1)
-        second, third = (np.minimum(counts, np.searchsorted(self.enter_s[k], length)) for k in (1, 2))
+    def tables(self, lengths: Floats) -> tuple[Floats, Floats]:
+        """[length, count]: the most work, and the least level, when so many units have entered a window; -inf and inf
+        for more than can enter it."""
+        units = len(self.gain[0])
+        counts = np.arange(units + 1)[None, :]
+        most = [np.searchsorted(enter, lengths)[:, None] for enter in self.enter_s]
+        second, third = (np.minimum(counts, many) for many in most[1:])
         work = _sums(self.gain[0])[counts] + _sums(self.gain[1])[second] + _sums(self.gain[2])[third]
-        changed, freed = (np.minimum(counts, np.searchsorted(over, length, "right")) for over in self.over_s)
-        freed = np.minimum(freed, changed)
+        over = [np.searchsorted(each, lengths, "right")[:, None] for each in self.over_s]
+        changed = np.minimum(counts, over[0])
+        freed = np.minimum(np.minimum(counts, over[1]), changed)
         first, then = (_sums(held) for held in self.held)
-        level: Floats = first[counts] - first[changed] + then[changed] - then[freed]
-        return work, level
+        level = first[counts] - first[changed] + then[changed] - then[freed]
+        entered = counts <= most[0]
+        return np.where(entered, work, -np.inf), np.where(entered, level, np.inf)
 
 
 def _sums(array: Floats) -> Floats:
@@ -336,28 +341,37 @@ def _idle(sides: list[Side], limit: float) -> Windows:
     if len(moments) > CANDIDATES:
         moments = moments[np.linspace(0, len(moments) - 1, CANDIDATES).round().astype(int)]
     found = [(0.0, 0.0)]
-    for length in moments.tolist():
-        idle = length - _most_work([side.tables(length) for side in sides], limit)
-        if idle > found[-1][1]:
-            found.append((length, idle))
+    idle = moments - _most_work([side.tables(moments) for side in sides], limit)
+    for length, least in zip(moments.tolist(), idle.tolist(), strict=True):
+        if least > found[-1][1]:
+            found.append((length, least))
     return found
 
 
-def _most_work(tables: list[tuple[Floats, Floats]], limit: float) -> float:
-    """The most work of all stages together at levels that sum to the limit at most; an upper bound for over two."""
+def _most_work(tables: list[tuple[Floats, Floats]], limit: float) -> Floats:
+    """[length]: the most work of all stages together at levels that sum to the limit at most; an upper bound for over
+    two."""
     if not np.isfinite(limit):
-        return sum(float(work.max()) for work, _ in tables)
+        return np.asarray(sum(work.max(axis=1) for work, _ in tables))
     if len(tables) == 1:
         work, level = tables[0]
-        return float(work[level <= limit].max(initial=0.0))
+        return np.asarray(np.where(level <= limit, work, 0.0).max(axis=1, initial=0.0))
     if len(tables) == 2:
         (work, level), (other, height) = tables
-        together = np.where(level[:, None] + height[None, :] <= limit, work[:, None] + other[None, :], 0.0)
-        return float(together.max())
+        found = np.zeros(len(work))
+        for n in range(len(work)):
+            fits = level[n][:, None] + height[n][None, :] <= limit
+            found[n] = np.where(fits, work[n][:, None] + other[n][None, :], 0.0).max()
+        return found
+    return np.array([_priced([(w[n], v[n]) for w, v in tables], limit) for n in range(len(tables[0][0]))])
+
+
+def _priced(tables: list[tuple[Floats, Floats]], limit: float) -> float:
+    """An upper bound on the most work, by Lagrange: any price of memory gives one."""
+    tables = [(work[np.isfinite(level)], level[np.isfinite(level)]) for work, level in tables]
     prices = np.unique(np.concatenate([[0.0], *(_prices(work, level) for work, level in tables)]))
     if len(prices) > 40:
         prices = prices[np.linspace(0, len(prices) - 1, 40).round().astype(int)]
-    # Lagrange: any price of memory gives an upper bound
     return min(
         float(price * limit + sum(float((work - price * level).max()) for work, level in tables))
         for price in prices.tolist()

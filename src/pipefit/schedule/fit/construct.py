@@ -8,8 +8,8 @@ numbers and for any placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from pipefit.schedule.actions import Schedule
 from pipefit.schedule.fit.arrays import Loops, plan, state
 from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, Ints, W, orders_of
 from pipefit.schedule.fit.kernel import State, Tables
+from pipefit.schedule.fit.patterns import pattern_starts
+from pipefit.schedule.fit.start import Start
 from pipefit.schedule.problem import Problem
 
 
@@ -44,20 +46,41 @@ FEW_SPEEDS = tuple(
 """For a quick look, from little memory to much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Orders that fit in memory, with their time."""
+class Builder:
+    """Turns wishes into orders that fit in memory, again and again in the same arrays. `merge`: of each stage, whether
+    its backwards run as B."""
 
-    time_s: float
-    name: str
-    orders: list[Ints]
+    def __init__(self, instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_]) -> None:
+        self.instance, self.t, self.loops = instance, t, loops
+        self.plan = plan(instance, t, merge)
+        lanes, most = instance.lanes, 3 * instance.units * max(np.bincount(instance.placement))
+        self.order = np.zeros((lanes, most), dtype=np.int64)
+        self.length = np.zeros(lanes, dtype=np.int64)
+        turns = np.argsort(instance.backwards)
+        self.count = np.stack([np.arange(instance.units), turns, turns])[:, None, :].astype(np.float64)
+
+    def value(self, wish: Floats) -> float:
+        """The objective of the orders that wished starts of [row, unit] lead to; inf where memory is too small."""
+        time_s = self.loops.construct(self.t, self.plan, wish, self.order, self.length)
+        return math.inf if time_s >= 1e299 else float(time_s)
+
+    def repeated(self, offset: Floats, period: float) -> float:
+        """The same for the offsets [kind, stage] of one unit, repeated every period."""
+        wish = offset[:, :, None] + period * self.count
+        return self.value(wish.reshape(-1, self.instance.units))
+
+    def start(self, time_s: float, name: str) -> Start:
+        """The orders that were valued last."""
+        orders = [self.order[lane, : self.length[lane]].astype(np.int32) for lane in range(self.instance.lanes)]
+        return Start(time_s, name, orders)
 
 
 def all_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops) -> list[Start]:
     """All constructions that fit, best first, without doubles."""
     starts = list(family_starts(instance, problem, t, loops))
     for merge in merge_choices(instance):
-        starts += [start for _, start in block_starts(instance, t, loops, merge)]
+        starts += block_starts(instance, t, loops, merge)
+    starts += pattern_starts(instance, t, loops)
     found: dict[bytes, Start] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
         found.setdefault(b"".join(order.tobytes() for order in start.orders), start)
@@ -141,13 +164,9 @@ def fits(t: Tables, s: State, orders: list[Ints]) -> bool:
 
 def built(instance: Instance, t: Tables, loops: Loops, wish: Floats, merge: NDArray[np.bool_]) -> Start | None:
     """The orders that wished starts of [row, unit] lead to, or None where memory is too small."""
-    s = state(t, instance, [np.zeros(0, dtype=np.int32)] * instance.lanes)
-    time_s = loops.construct(t, plan(instance, t, merge), wish, s.order, s.length)
-    if time_s >= 1e299:
-        return None
-    return Start(
-        float(time_s), "", [s.order[lane, : s.length[lane]].astype(np.int32) for lane in range(instance.lanes)]
-    )
+    builder = Builder(instance, t, loops, merge)
+    time_s = builder.value(wish)
+    return builder.start(time_s, "") if time_s < math.inf else None
 
 
 def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
@@ -164,39 +183,39 @@ def merge_choices(instance: Instance) -> list[NDArray[np.bool_]]:
 
 
 def block_starts(
-    instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_], speeds: Iterable[Speed] = SPEEDS
-) -> Iterator[tuple[Speed, Start]]:
+    instance: Instance, t: Tables, loops: Loops, merge: NDArray[np.bool_], speeds: Sequence[Speed] = SPEEDS
+) -> Iterator[Start]:
     """Repeating blocks of several speeds, those that fit."""
     period = float((instance.work_s() / instance.units).max())
-    turns = np.argsort(instance.backwards)
-    count = np.stack([np.arange(instance.units), turns, turns])
-    for speed in speeds:
-        wish = block(instance, speed)[:, :, None] + period * speed.stretch * count[:, None, :]
-        made = built(instance, t, loops, wish.reshape(-1, instance.units), merge)
-        if made is not None:
-            yield speed, replace(made, name=f"block {speed.fast:g}, {speed.slow:g}")
+    builder = Builder(instance, t, loops, merge)
+    for speed, offset in zip(speeds, blocks(instance, speeds), strict=True):
+        time_s = builder.repeated(offset, period * speed.stretch)
+        if time_s < math.inf:
+            yield builder.start(time_s, f"block {speed.fast:g}, {speed.slow:g}")
 
 
-def block(instance: Instance, speed: Speed) -> Floats:
-    """[kind, stage]: the offsets of one unit's F, I and W when hops take as many times as long as they need."""
+def blocks(instance: Instance, speeds: Sequence[Speed]) -> Floats:
+    """[speed, kind, stage]: the offsets of one unit's F, I and W when hops take as many times as long as they need."""
     stages = instance.stages
+    fast, slow = np.array([[speed.fast, speed.slow] for speed in speeds]).T[:, :, None]
     seen: dict[int, int] = {}
     leg = np.zeros(stages, dtype=np.int64)
     for stage, lane in enumerate(instance.placement.tolist()):
         leg[stage] = seen.get(lane, 0)
         seen[lane] = leg[stage] + 1
-    ahead = np.where(leg % 2 == 0, speed.fast, speed.slow)
-    back = np.where(leg % 2 == 1, speed.fast, speed.slow) if leg.max() else np.full(stages, speed.slow)
+    ahead = np.where(leg % 2 == 0, fast, slow)
+    back = np.where(leg % 2 == 1, fast, slow) if leg.max() else np.broadcast_to(slow, ahead.shape)
     time_s = instance.time_s.mean(axis=2)
     back_s = np.where(instance.may_split, time_s[I], time_s[B])
-    offset = np.zeros((3, stages))
+    forward_s, backward_s = instance.forward_s.mean(axis=1), instance.backward_s.mean(axis=1)
+    offset = np.zeros((len(speeds), 3, stages))
     pairs = list(zip(instance.source.tolist(), instance.target.tolist(), range(len(instance.source)), strict=True))
     for source, target, edge in sorted(pairs, key=lambda pair: pair[1]):
-        hop = (time_s[F, source] + instance.forward_s[edge].mean()) * ahead[source]
-        offset[F, target] = max(offset[F, target], offset[F, source] + hop)
-    offset[I] = offset[F] + time_s[F]
+        hop = (time_s[F, source] + forward_s[edge]) * ahead[:, source]
+        offset[:, F, target] = np.maximum(offset[:, F, target], offset[:, F, source] + hop)
+    offset[:, I] = offset[:, F] + time_s[F]
     for source, target, edge in sorted(pairs, key=lambda pair: -pair[0]):
-        hop = (back_s[target] + instance.backward_s[edge].mean()) * back[target]
-        offset[I, source] = max(offset[I, source], offset[I, target] + hop)
-    offset[W] = offset[I] + time_s[I]
+        hop = (back_s[target] + backward_s[edge]) * back[:, target]
+        offset[:, I, source] = np.maximum(offset[:, I, source], offset[:, I, target] + hop)
+    offset[:, W] = offset[:, I] + time_s[I]
     return offset

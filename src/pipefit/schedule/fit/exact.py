@@ -25,11 +25,12 @@ from pipefit.errors import ScheduleError
 from pipefit.schedule.fit import improve as local
 from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, state, tables
 from pipefit.schedule.fit.bounds import honest, lower_bound
-from pipefit.schedule.fit.construct import Start, fits
+from pipefit.schedule.fit.construct import fits
 from pipefit.schedule.fit.exact_model import build, orders_in, read
 from pipefit.schedule.fit.exact_scale import Scaled, State, nodes_of, objective_of, orders_from, state_of
 from pipefit.schedule.fit.instance import B, I, Instance, Ints, W
 from pipefit.schedule.fit.kernel import Tables
+from pipefit.schedule.fit.start import Start
 
 WORKERS = 2
 SMALL = 260

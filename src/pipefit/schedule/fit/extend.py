@@ -6,14 +6,16 @@ periods that are missing, its starts are good wishes for many: warm-up and cool-
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 
 import numpy as np
 
 from pipefit.schedule.fit.arrays import Loops
-from pipefit.schedule.fit.construct import Start, built, merged_stages, swept
+from pipefit.schedule.fit.construct import Builder, merged_stages, swept
 from pipefit.schedule.fit.instance import Floats, I, Instance, W, backward_order
 from pipefit.schedule.fit.kernel import Tables
+from pipefit.schedule.fit.start import Start
 
 CUTS = 8
 """Places where the middle is cut, each with steady states of one to four microbatches."""
@@ -45,15 +47,15 @@ def extended(instance: Instance, t: Tables, loops: Loops, short: Instance, short
     gone = begin[W] >= 1e299
     back_s = short.time_s[I].reshape(begin[I].shape)
     begin[W] = np.where(gone, begin[I] + back_s, begin[W])
-    merge = merged_stages(short, best.orders)
+    builder = Builder(instance, t, loops, merged_stages(short, best.orders))
     middle = short.microbatches // 2
     found = []
     for cut in range(max(1, middle - CUTS // 2), min(short.microbatches - 4, middle + CUTS // 2)):
         for count in (1, 2, 3, 4):
             wish = stretched(begin, cut, count, instance.microbatches)
-            made = built(instance, t, loops, wish.reshape(3 * instance.stages, instance.units), merge)
-            if made is not None:
-                found.append(Start(made.time_s, f"{best.name}, extended", made.orders))
+            time_s = builder.value(wish.reshape(3 * instance.stages, instance.units))
+            if time_s < math.inf:
+                found.append(builder.start(time_s, f"{best.name}, extended"))
     return sorted(found, key=lambda start: start.time_s)
 
 

@@ -16,9 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from pipefit.schedule.fit.arrays import Loops, state, trial
-from pipefit.schedule.fit.construct import Start, fits, swept
+from pipefit.schedule.fit.construct import fits, swept
 from pipefit.schedule.fit.instance import B, I, Instance, W
 from pipefit.schedule.fit.kernel import Tables
+from pipefit.schedule.fit.start import Start
 
 RACERS = 8
 FIRST_LENGTH = 1000

@@ -13,11 +13,12 @@ import time
 import numpy as np
 
 from pipefit.schedule.fit.arrays import Loops
-from pipefit.schedule.fit.construct import Start, built, merged_stages, swept
+from pipefit.schedule.fit.construct import Builder, merged_stages, swept
 from pipefit.schedule.fit.improve import Budget
 from pipefit.schedule.fit.instance import Floats, I, Instance, W
 from pipefit.schedule.fit.kernel import Tables
 from pipefit.schedule.fit.modulo import offsets
+from pipefit.schedule.fit.start import Start
 
 COST = 30
 """Moves that one construction counts as."""
@@ -44,36 +45,30 @@ def repeating(instance: Instance, t: Tables, loops: Loops, budget: Budget, seed:
     found = offsets(instance, moves=moves, seed=seed)
     if found is None:
         return []
-    turns = np.argsort(instance.backwards)
-    count = np.stack([np.arange(instance.units), turns, turns])[:, None, :]
-    wish = found.offset_s[:, :, None] + found.period_s * count
-    made = built(instance, t, loops, wish.reshape(-1, instance.units), found.merged)
-    return [] if made is None else [Start(made.time_s, "steady state", made.orders)]
+    builder = Builder(instance, t, loops, found.merged)
+    time_s = builder.repeated(found.offset_s, found.period_s)
+    return [builder.start(time_s, "steady state")] if time_s < math.inf else []
 
 
 def tuned(instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int) -> Start | None:
     """The best orders that blocks near the steady state of `start` lead to."""
     offset, period = steady(instance, t, loops, start)
-    merge = merged_stages(instance, start.orders)
-    turns = np.argsort(instance.backwards)
-    count = np.stack([np.arange(instance.units), turns, turns])[:, None, :]
+    builder = Builder(instance, t, loops, merged_stages(instance, start.orders))
     random = np.random.default_rng(seed)
     step = float(instance.time_s[:3].mean())
-
-    def made(offset: Floats, period: float) -> Start | None:
-        return built(instance, t, loops, (offset[:, :, None] + period * count).reshape(-1, instance.units), merge)
-
-    best = made(offset, period)
+    name = f"{start.name}, tuned"
+    time_s = builder.repeated(offset, period)
+    best = builder.start(time_s, name) if time_s < math.inf else None
     tries = min(MOST, budget.moves // COST)
     for n in range(tries):
         if not budget.take(COST):
             break
         budget.spent += COST
         near, stretch = changed(random, offset, step * (1.0 - n / tries) + 0.05 * step)
-        other = made(near, period * stretch)
-        if other is not None and (best is None or other.time_s <= best.time_s):
-            best, offset, period = other, near, period * stretch
-    return None if best is None else Start(best.time_s, f"{start.name}, tuned", best.orders)
+        time_s = builder.repeated(near, period * stretch)
+        if time_s < math.inf and (best is None or time_s <= best.time_s):
+            best, offset, period = builder.start(time_s, name), near, period * stretch
+    return best
 
 
 def steady(instance: Instance, t: Tables, loops: Loops, start: Start) -> tuple[Floats, float]:

@@ -13,13 +13,14 @@ from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, tables
 from pipefit.schedule.fit.bounds import honest, lower_bound
-from pipefit.schedule.fit.construct import FEW_SPEEDS, Start, all_starts, block_starts, fits, merge_choices, swept
+from pipefit.schedule.fit.construct import FEW_SPEEDS, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
 from pipefit.schedule.fit.instance import Floats, Instance, Objective, schedule_of
 from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
 from pipefit.schedule.fit.periodic import repeating, tuned
 from pipefit.schedule.fit.result import Fit
+from pipefit.schedule.fit.start import Start
 from pipefit.schedule.fit.verify import excess, least_bytes, least_held, one_by_one, peaks
 from pipefit.schedule.problem import Problem
 
@@ -226,7 +227,7 @@ def _choose(
     def value(choice: Choice) -> float:
         instance = Instance.of(chosen(problem, options, choice), objective)
         t = tables(instance)
-        made = [start for _, start in block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS)]
+        made = list(block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS))
         if not made:
             return math.inf
         best = min(made, key=lambda start: start.time_s)

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.fit.arrays import Loops, tables
-from pipefit.schedule.fit.construct import Start, built, merge_choices
+from pipefit.schedule.fit.construct import built, merge_choices
 from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, W, schedule_of
+from pipefit.schedule.fit.start import Start
 from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
 

@@ -1,0 +1,16 @@
+"""What the parts of the search hand to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.schedule.fit.instance import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Orders that fit in memory, with their time."""
+
+    time_s: float
+    name: str
+    orders: list[Ints]
