@@ -90,12 +90,13 @@ def test_no_proof_is_above_the_least(seed: int) -> None:
     """From merged schedules and from split ones."""
     pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
     from pipefit.schedule.fit.arrays import PLAIN
-    from pipefit.schedule.fit.verify import excess, one_by_one
+    from pipefit.schedule.fit.verify import Simulated, one_by_one
 
     problem = drawn(seed)
     instance = Instance.of(problem)
     least = fit_brute.best(instance)
-    starts = [start for start in one_by_one(instance, PLAIN) if not excess(problem, instance, start).any()]
+    simulated = Simulated(problem, instance)
+    starts = [start for start in one_by_one(instance, PLAIN) if not simulated.excess(start).any()]
     assert starts
     for start in starts:
         found = exact.improve(instance, start.orders, 10.0, seed)

@@ -72,6 +72,18 @@ def tables(instance: Instance) -> Tables:
     )
 
 
+def retimed(t: Tables, instance: Instance) -> Tables:
+    """The tables of an instance that differs in its actions' times and memory only."""
+    held = instance.held_bytes.reshape(-1)
+    return t._replace(
+        time=instance.time_s.reshape(-1).copy(),
+        held=held.copy(),
+        need=np.maximum(held, 0.0) + instance.passing_bytes.reshape(-1),
+        toggles=instance.may_split & instance.may_merge,
+        work=instance.work_s(),
+    )
+
+
 def state(t: Tables, instance: Instance, orders: Sequence[Ints]) -> State:
     """A state of these orders, without times."""
     lanes, most = instance.lanes, 3 * instance.units * max(np.bincount(instance.placement))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.schedule.fit.arrays import Loops, state, trial
 from pipefit.schedule.fit.construct import fits, swept
@@ -24,7 +24,7 @@ from pipefit.schedule.fit.start import Start
 RACERS = 8
 FIRST_LENGTH = 1000
 """Moves of a racer in the first round of the first generation."""
-CHUNK = 1000
+CHUNK = 250
 """Moves between two looks at the clock."""
 WEIGHT = 0.02
 """Of the sum of the lanes' ends, beside the objective."""
@@ -44,25 +44,30 @@ class Budget:
     until_s: float
     "On the clock of `time.perf_counter`."
     spent: int = 0
+    kept_s: float = 0.0
+    "Of the time, what is kept for what comes after the search."
 
     def take(self, most: int) -> int:
         """So many moves now; 0 when the budget is spent."""
-        if time.perf_counter() > self.until_s:
+        if time.perf_counter() > self.until_s - self.kept_s:
             return 0
         return max(min(most, self.moves - self.spent), 0)
 
     def part(self, share: float) -> Budget:
         """A share of what is left."""
         now = time.perf_counter()
-        until_s = now + share * max(self.until_s - now, 0.0) if self.until_s < math.inf else math.inf
+        left = self.until_s - self.kept_s - now
+        until_s = now + share * max(left, 0.0) if left < math.inf else math.inf
         return Budget(int(share * (self.moves - self.spent)), until_s)
 
 
-def improve(instance: Instance, t: Tables, loops: Loops, starts: list[Start], budget: Budget, seed: int) -> Start:
-    """The best orders found from `starts`, which are sorted by time."""
+def improve(
+    instance: Instance, t: Tables, loops: Loops, starts: list[Start], budget: Budget, seed: int, goal_s: float = 0.0
+) -> Start:
+    """The best orders found from `starts`, which are sorted by time; the first that reach the goal are enough."""
     best = starts[0]
     generation = 0
-    while budget.take(1):
+    while budget.take(1) and best.time_s > goal_s:
         length = FIRST_LENGTH << generation
         draws = seed + 1000 * generation
         pool = starts[: 1 if generation and len(starts) == 1 else RACERS]
@@ -89,7 +94,8 @@ def run(
     best, size = s.order.copy(), s.length.copy()
     mean = float(t.time[np.concatenate(start.orders)].mean())
     value = s.value[0] + WEIGHT * s.value[1]
-    settings = np.array([WEIGHT, value, toggles(instance), *np.cumsum(SHARES) + toggles(instance), REACH])
+    free = toggles(instance)
+    settings = np.array([WEIGHT, value, free, *np.cumsum(SHARES) + free, REACH])
     heats = np.array([HOT * mean, COLD * mean, (COLD / HOT) ** (1.0 / moves)])
     while moves > 0:
         now = budget.take(min(moves, CHUNK))
@@ -107,30 +113,37 @@ def run(
 def merge_neighbours(instance: Instance, t: Tables, loops: Loops, start: Start) -> Start:
     """The orders with every I that its own W follows at once turned into a B with it, where B takes no longer and the
     objective does not grow."""
+    size = instance.stages * instance.units
     quicker = instance.time_s[B] <= (instance.time_s[I] + instance.time_s[W]) * (1 + 1e-12)
-    quicker &= instance.may_merge[:, None]
-    pairs = [
-        (lane, int(one))
-        for lane, order in enumerate(start.orders)
-        for one, other in pairwise(order)
-        if instance.parts(one)[0] == I
-        and instance.parts(other) == (W, *instance.parts(one)[1:])
-        and quicker[instance.parts(one)[1:]]
-    ]
-    groups = [pairs] + ([[pair] for pair in pairs] if len(pairs) > 1 else [])
-    for group in groups:
-        orders = [order.copy() for order in start.orders]
-        for lane, one in group:
-            _, stage, unit = instance.parts(one)
-            place = int(np.flatnonzero(orders[lane] == one)[0])
-            orders[lane][place] = instance.operation(B, stage, unit)
-            orders[lane] = np.delete(orders[lane], place + 1)
-        s = state(t, instance, orders)
-        if group and loops.sweep(t, s) and s.value[0] <= start.time_s and fits(t, s, orders):
-            start = Start(float(s.value[0]), start.name, orders)
-            if group is pairs:
-                break
+    may = np.zeros(4 * size, dtype=np.bool_)
+    may[I * size : W * size] = (quicker & instance.may_merge[:, None]).reshape(-1)
+    pairs = [(may[order[:-1]] & (order[1:] == order[:-1] + size)).nonzero()[0] for order in start.orders]
+    count = sum(map(len, pairs))
+    if not count:
+        return start
+    everything = _merged(instance, t, loops, start, pairs)
+    if everything is not None:
+        return everything
+    for lane, places in enumerate(pairs):
+        for place in places[::-1] if count > 1 else ():
+            alone = [places[:0]] * len(pairs)
+            alone[lane] = np.array([place])
+            start = _merged(instance, t, loops, start, alone) or start
     return start
+
+
+def _merged(instance: Instance, t: Tables, loops: Loops, start: Start, pairs: list[NDArray[np.intp]]) -> Start | None:
+    """The orders with the operations at these places of every lane merged with the next ones, if that is no slower."""
+    orders = list(start.orders)
+    for lane, places in enumerate(pairs):
+        if len(places):
+            order = orders[lane].copy()
+            order[places] += (B - I) * instance.stages * instance.units
+            orders[lane] = np.delete(order, places + 1)
+    s = state(t, instance, orders)
+    if loops.sweep(t, s) and s.value[0] <= start.time_s and fits(t, s, orders):
+        return Start(float(s.value[0]), start.name, orders)
+    return None
 
 
 def toggles(instance: Instance) -> int:

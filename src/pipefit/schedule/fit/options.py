@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from pipefit.cost.types import ActionTable, CostTable
 from pipefit.errors import ScheduleError
+from pipefit.schedule.fit.arrays import retimed, tables
+from pipefit.schedule.fit.instance import Instance, Objective
+from pipefit.schedule.fit.kernel import Tables
 from pipefit.schedule.problem import Problem
 
 Choice: TypeAlias = tuple[str, ...]
@@ -35,6 +38,28 @@ def chosen(problem: Problem, options: Mapping[str, CostTable], choice: Choice) -
             columns[field] = np.stack([by_option[option][stage] for stage, option in enumerate(choice)])
         actions[name] = ActionTable(**columns)
     return replace(problem, costs=replace(first, actions=actions))
+
+
+class Mixture:
+    """The instances in which every stage has one of several options. `problem` says all but the costs."""
+
+    def __init__(self, problem: Problem, options: Mapping[str, CostTable], objective: Objective) -> None:
+        self.place = {name: place for place, name in enumerate(options)}
+        self.uniform = [Instance.of(chosen(problem, options, (name,) * problem.stages), objective) for name in options]
+        self.tables = tables(self.uniform[0])
+        fields = ("time_s", "held_bytes", "passing_bytes", "may_split", "may_merge")
+        self.by_option = {field: np.stack([getattr(one, field) for one in self.uniform], axis=-1) for field in fields}
+
+    def of(self, choice: Choice) -> tuple[Instance, Tables]:
+        """The instance of a choice, and its tables."""
+        rows = np.array([self.place[name] for name in choice])
+        stages = np.arange(len(rows))
+        columns: dict[str, Any] = {}
+        for field, table in self.by_option.items():
+            one = table[stages, rows] if table.ndim == 2 else table[:, stages, :, rows].swapaxes(0, 1)
+            columns[field] = np.ascontiguousarray(one)
+        instance = replace(self.uniform[0], **columns)
+        return instance, retimed(self.tables, instance)
 
 
 def check_options(options: Mapping[str, CostTable]) -> None:

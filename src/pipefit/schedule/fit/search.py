@@ -16,18 +16,20 @@ from pipefit.schedule.fit.bounds import honest, lower_bound
 from pipefit.schedule.fit.construct import FEW_SPEEDS, all_starts, block_starts, fits, merge_choices, swept
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
-from pipefit.schedule.fit.instance import Floats, Instance, Objective, schedule_of
-from pipefit.schedule.fit.options import Choice, check_options, choices, chosen
+from pipefit.schedule.fit.instance import Floats, Instance, Objective
+from pipefit.schedule.fit.options import Choice, Mixture, check_options, choices, chosen
 from pipefit.schedule.fit.periodic import repeating, tuned
 from pipefit.schedule.fit.result import Fit
 from pipefit.schedule.fit.start import Start
-from pipefit.schedule.fit.verify import excess, least_bytes, least_held, one_by_one, peaks
+from pipefit.schedule.fit.verify import Simulated, least_bytes, least_held, one_by_one
 from pipefit.schedule.problem import Problem
 
 MOVES = 100_000
 """Moves of the local search that are tried by default."""
 REPAIRS = 8
 """Times that limits are tightened because of buffers before giving up."""
+AFTERWARDS = 2.5
+"""Of the time for the search, so many times what the simulator took once are kept for the end."""
 PIECES = 12
 LEAST_PIECE = 500
 """Where buffers are in the way: so many searches from the best orders that fit, with so many moves at least."""
@@ -54,6 +56,13 @@ class Search:
     budget: Budget
     seed: int
     exact_seconds: float
+    simulated: Simulated
+    bound_s: float
+
+    @property
+    def goal_s(self) -> float:
+        """What proves itself to be the best."""
+        return self.bound_s * (1 + 1e-9)
 
 
 def fit(
@@ -78,38 +87,47 @@ def fit(
     budget = Budget(moves, math.inf if seconds is None else time.perf_counter() + seconds)
     loops = compiled() if use_numba else PLAIN
     choice: Choice = ()
-    begin: Start | None = None
+    begin: list[Start] = []
     if options is not None:
         check_options(options)
         choice, begin = _choose(problem, options, objective, loops, budget, seed)
         problem = chosen(problem, options, choice)
     instance = Instance.of(problem, objective)
-    search = Search(problem, instance, loops, budget, seed, exact_seconds)
-    best, bound_s = _within_limits(search, begin)
-    return _result(search, best, max(bound_s, lower_bound(instance).time_s), choice)
+    bound_s = lower_bound(instance).time_s
+    simulated = Simulated(problem, instance)
+    search = Search(problem, instance, loops, budget, seed, exact_seconds, simulated, bound_s)
+    best, proven_s = _within_limits(search, begin)
+    return _result(search, best, max(proven_s, bound_s), choice)
 
 
-def _within_limits(search: Search, begin: Start | None) -> tuple[Start, float]:
+def _within_limits(search: Search, begin: list[Start]) -> tuple[Start, float]:
     """The best orders found whose peaks, by the simulator, are within the limits, and a bound. The best start within
-    them is the least that comes out. Where buffers take the search beyond the limits, it tries again with less."""
+    them is the least that comes out. Where buffers take the search beyond the limits, it tries again with less.
+    `begin`: what was searched already, and then all constructions, or nothing."""
     instance, budget = search.instance, search.budget
     limit, least = instance.limit_bytes.copy(), least_held(instance)
     moves = budget.moves
     safe: Start | None = None
-    for _ in range(REPAIRS):
+    for repair in range(REPAIRS):
         tight = replace(instance, limit_bytes=limit)
         t = tables(tight)
-        kept = [one for one in (begin, safe) if one and fits(t, swept(tight, t, search.loops, one.orders), one.orders)]
-        starts = sorted([*kept, *_starts(search, tight)], key=lambda start: start.time_s)
+        known = [*begin[:1], *([safe] if safe else [])]
+        kept = [one for one in known if fits(t, swept(tight, t, search.loops, one.orders), one.orders)]
+        fresh = _starts(search, tight, begin[1:] if repair == 0 else [])
+        starts = sorted([*kept, *fresh], key=lambda start: start.time_s)
         if not starts:
             break
+        if budget.until_s < math.inf:
+            search.simulated.of(starts[0])  # to know how long that takes
         safe = _first_safe(search, starts, safe)
-        over = excess(search.problem, instance, starts[0])
+        over = search.simulated.excess(starts[0])
+        budget.kept_s = AFTERWARDS * search.simulated.longest_s
         if not over.any():
             alone = safe is None or safe.time_s >= starts[0].time_s
-            found = improve(tight, t, search.loops, starts, budget if alone else _half(budget), search.seed)
+            part = budget if alone else _half(budget)
+            found = improve(tight, t, search.loops, starts, part, search.seed, search.goal_s)
             found = merge_neighbours(tight, t, search.loops, found)
-            over = excess(search.problem, instance, found)
+            over = search.simulated.excess(found)
             if not over.any() and alone:
                 return _exactly(search, tight, found)
             if not over.any() and safe is not None:
@@ -167,7 +185,7 @@ def _held(search: Search, start: Start) -> Floats:
 
 
 def _exceeds(search: Search, start: Start) -> bool:
-    return bool(excess(search.problem, search.instance, start).any())
+    return bool(search.simulated.excess(start).any())
 
 
 def _exactly(search: Search, tight: Instance, found: Start) -> tuple[Start, float]:
@@ -185,12 +203,13 @@ def _exactly(search: Search, tight: Instance, found: Start) -> tuple[Start, floa
     return found, made.bound_s if own else 0.0
 
 
-def _starts(search: Search, instance: Instance) -> list[Start]:
-    """All constructions, for many microbatches searches of fewer, extended, and the best ones tuned; best first."""
+def _starts(search: Search, instance: Instance, known: list[Start]) -> list[Start]:
+    """All constructions, which may be known, for many microbatches searches of fewer, extended, and the best ones
+    tuned; best first."""
     problem, loops, budget = search.problem, search.loops, search.budget
     t = tables(instance)
-    starts = all_starts(instance, problem, t, loops)
-    if not starts or not budget.take(1):
+    starts = known or all_starts(instance, problem, t, loops)
+    if not starts or not budget.take(1) or starts[0].time_s <= search.goal_s:
         return starts
     microbatches = few(instance)
     if microbatches < instance.microbatches:
@@ -221,12 +240,14 @@ def _different(starts: list[Start]) -> list[Start]:
 
 def _choose(
     problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops, budget: Budget, seed: int
-) -> tuple[Choice, Start]:
-    """One option for each stage, by what a short search reaches with it, and the orders that it reached."""
+) -> tuple[Choice, list[Start]]:
+    """One option for each stage, by what a short search reaches with it; the orders that it reached, and those of all
+    constructions."""
+
+    mixture = Mixture(problem, options, objective)
 
     def value(choice: Choice) -> float:
-        instance = Instance.of(chosen(problem, options, choice), objective)
-        t = tables(instance)
+        instance, t = mixture.of(choice)
         made = list(block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS))
         if not made:
             return math.inf
@@ -240,14 +261,15 @@ def _choose(
     racers = list(dict.fromkeys([*found[:KEPT_CHOICES], *uniform[:1]]))
     share = CHOICE_SHARE / len(racers)
 
-    def searched(choice: Choice) -> tuple[Choice, Start]:
-        instance = Instance.of(chosen(problem, options, choice), objective)
-        t, inner = tables(instance), budget.part(share)
-        start = improve(instance, t, loops, all_starts(instance, problem, t, loops), inner, seed)
+    def searched(choice: Choice) -> tuple[Choice, list[Start]]:
+        instance, t = mixture.of(choice)
+        inner = budget.part(share)
+        starts = all_starts(instance, problem, t, loops)
+        start = improve(instance, t, loops, starts, inner, seed)
         budget.spent += inner.spent
-        return choice, start
+        return choice, [start, *starts]
 
-    return min(map(searched, racers), key=lambda one: one[1].time_s)
+    return min(map(searched, racers), key=lambda one: one[1][0].time_s)
 
 
 def _none_fits(problem: Problem, options: Mapping[str, CostTable], objective: Objective, loops: Loops) -> ScheduleError:
@@ -273,14 +295,14 @@ def _too_tight(problem: Problem, instance: Instance, loops: Loops) -> ScheduleEr
 
 
 def _result(search: Search, best: Start, bound_s: float, choice: Choice) -> Fit:
-    schedule = schedule_of(search.instance, best.orders)
+    schedule, peak_bytes = search.simulated.of(best)
     return Fit(
         schedule=schedule,
         time_s=best.time_s,
         bound_s=honest(bound_s, best.time_s),
         bubble=1.0 - float(search.instance.work_s().max()) / best.time_s,
         recompute=choice,
-        peak_bytes=tuple(peaks(search.problem, schedule).tolist()),
+        peak_bytes=tuple(peak_bytes.tolist()),
         how=best.name,
         moves=search.budget.spent,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +27,34 @@ def peaks(problem: Problem, schedule: Schedule) -> Floats:
     return found
 
 
-def excess(problem: Problem, instance: Instance, start: Start) -> Floats:
-    """Per lane: the bytes by which the peak is above the limit."""
-    over = np.zeros(instance.lanes)
-    if problem.limit_bytes is not None:
-        limit = np.array(problem.limit_bytes)
-        over = peaks(problem, schedule_of(instance, start.orders)) - limit
+@dataclass(slots=True)
+class Simulated:
+    """What the simulator says of orders, the last ones remembered, and the longest time that it took."""
+
+    problem: Problem
+    instance: Instance
+    start: Start | None = None
+    schedule: Schedule | None = None
+    peak_bytes: Floats | None = None
+    longest_s: float = 0.0
+
+    def of(self, start: Start) -> tuple[Schedule, Floats]:
+        """The schedule and the peak of every lane."""
+        if self.start is not start or self.schedule is None or self.peak_bytes is None:
+            began = time.perf_counter()
+            self.start, self.schedule = start, schedule_of(self.instance, start.orders)
+            self.peak_bytes = peaks(self.problem, self.schedule)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began)
+        return self.schedule, self.peak_bytes
+
+    def excess(self, start: Start) -> Floats:
+        """Per lane: the bytes by which the peak is above the limit."""
+        if self.problem.limit_bytes is None:
+            return np.zeros(self.instance.lanes)
+        limit = np.array(self.problem.limit_bytes)
+        over: Floats = self.of(start)[1] - limit
         over[over <= 1e-9 * np.abs(limit)] = 0.0
-    return over
+        return over
 
 
 def least_bytes(problem: Problem, instance: Instance, loops: Loops) -> Floats:
@@ -67,16 +88,17 @@ def least_held(instance: Instance) -> Floats:
 def alone(instance: Instance, lane: int, merge: NDArray[np.bool_]) -> float:
     """The most that a lane holds when one microbatch runs after the other, all its forwards first."""
     most = 0.0
-    held = instance.held(lane)
+    stages = list(instance.held(lane))
+    held = instance.held_bytes[:, stages].tolist()
+    need = (np.maximum(instance.held_bytes, 0.0) + instance.passing_bytes)[:, stages].tolist()
     for microbatch in range(instance.microbatches):
         ahead = range(microbatch * instance.slices, (microbatch + 1) * instance.slices)
-        steps = [(F, stage, unit) for stage in held for unit in ahead]
-        for stage in reversed(held):
+        steps = [(F, place, unit) for place in range(len(stages)) for unit in ahead]
+        for place in reversed(range(len(stages))):
             for unit in reversed(ahead):
-                steps += [(B, stage, unit)] if merge[stage] else [(I, stage, unit), (W, stage, unit)]
+                steps += [(B, place, unit)] if merge[stages[place]] else [(I, place, unit), (W, place, unit)]
         level = 0.0
-        for kind, stage, unit in steps:
-            change = float(instance.held_bytes[kind, stage, unit])
-            most = max(most, level + max(change, 0.0) + float(instance.passing_bytes[kind, stage, unit]))
-            level += change
+        for kind, place, unit in steps:
+            most = max(most, level + need[kind][place][unit])
+            level += held[kind][place][unit]
     return most
