@@ -11,7 +11,7 @@ from profile_toys import Simulated
 
 from pipefit.profile.estimate import pair_times
 from pipefit.profile.links import SIZES, TINY, LinkSurvey, Outcome, latency_and_bandwidth, survey
-from pipefit.profile.tournament import Pair, rounds, several
+from pipefit.profile.tournament import Pair, mixed, remixed, rounds, several
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16])
@@ -30,6 +30,29 @@ def test_tournaments_of_several_hosts_run_at_the_same_time() -> None:
     assert len(games) == 3
     assert sorted(tuple(sorted(p)) for pairs in games for p in pairs) == [(0, 1), (0, 2), (1, 2), (3, 4)]
     assert rounds([7]) == []
+
+
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_repetitions_put_other_pairs_together(count: int) -> None:
+    """All pairs in as many rounds of disjoint ones, but hardly ever the same two pairs at the same time."""
+    whole = mixed([range(count)])
+    part = remixed([*rounds(range(count))[:5], [(0, 1)]])
+    for games, least in ((whole, 4), (part, 5)):
+        first, second = games(0), games(1)
+        assert len(first) == len(second)
+        for played in (first, second):
+            for pairs in played:
+                members = [member for pair in pairs for member in pair]
+                assert len(members) == len(set(members))
+        met = [sorted(frozenset(pair) for pairs in played for pair in pairs) for played in (first, second)]
+        assert sorted(map(sorted, met[0])) == sorted(map(sorted, met[1]))
+        if count == 16:
+            together = [
+                {frozenset((frozenset(p), frozenset(q))) for pairs in played for p in pairs for q in pairs if p != q}
+                for played in (first, second)
+            ]
+            assert len(together[0] & together[1]) * least < 2 * len(together[0])
+        assert games(1) == second, "the same for all ranks"
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 6])

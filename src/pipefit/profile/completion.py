@@ -6,7 +6,6 @@ hidden and predicted; the simplest way whose error is near the smallest is taken
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +18,9 @@ FOLDS = 3
 SIMPLER = 1.05
 """A simpler way is taken whose error is at most so many times the smallest."""
 
+PLAUSIBLE = 1.5
+"""Ways whose error is at most so many times that of the chosen one may still be right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -27,25 +29,45 @@ class Completion:
     shape: Shape
     logs: Logs
     alike: Alike | None
+    "Classes that were found, whether or not `shape` uses them."
+    disagreement: Array
+    "[source, target]: variance of the logarithm over the ways that may be right (query by committee)."
     held_out: float
-    "Mean relative error of the prediction of pairs that were hidden; the noise of the measurements left out."
+    "Mean relative error of pairs that were hidden and predicted, their noise included."
 
 
 def complete(table: Table) -> Completion:
     """The best way to conclude links from others, for messages of one size."""
-    ways = [(classes, bottleneck) for classes in (False, True) for bottleneck in (False, True)]
-    tried = [(way, _hidden(table, *way)) for way in ways]
-    least = min(_mean(errors) for _, (errors, _) in tried)
-    (classes, bottleneck), (errors, claimed) = next(
-        each for each in tried if _mean(each[1][0]) <= SIMPLER * least + 1e-3
-    )
-    alike = find_classes(table, bottleneck) if classes else None
-    made = float(np.mean(errors**2)) if len(errors) else 1.0
-    doubt = max(1.0, made / max(1e-12, float(np.mean(claimed)))) if len(errors) else 1.0
-    shape = Shape(classes=alike.classes if alike else (), bottleneck=bottleneck, doubt=doubt)
+    tried = {way: _hidden(table, *way) for way in WAYS}
+    error = {way: float(np.mean(np.abs(errors))) if len(errors) else 1.0 for way, (errors, _) in tried.items()}
+    least = min(error.values())
+    chosen = next(way for way in WAYS if error[way] <= SIMPLER * least + 1e-3)
+    alike = {bottleneck: find_classes(table, bottleneck) for bottleneck in (False, True)}
+    shapes = {
+        (classes, bottleneck): Shape(classes=_labels(alike[bottleneck] if classes else None), bottleneck=bottleneck)
+        for classes, bottleneck in WAYS
+        if error[classes, bottleneck] <= PLAUSIBLE * error[chosen] + 1e-3
+    }
+    shape = replace(shapes[chosen], doubt=_doubt(*tried[chosen]))
     logs = link_logs(table, shape)
-    noise = np.sqrt(2 / np.pi) * np.sqrt(logs.fitted.noise / _repeats(table))
-    return Completion(shape, logs, alike, beside_noise(_mean(errors), float(noise)))
+    said = [logs.log_s, *(link_logs(table, other).log_s for way, other in shapes.items() if way != chosen)]
+    return Completion(shape, logs, alike[chosen[1]], np.asarray(np.var(said, axis=0)), error[chosen])
+
+
+WAYS = ((False, False), (False, True), (True, False), (True, True))
+"""(classes, bottleneck), the simplest first."""
+
+
+def _labels(alike: Alike | None) -> tuple[int, ...]:
+    return alike.classes if alike else ()
+
+
+def _doubt(errors: Array, claimed: Array) -> float:
+    """How much larger the usual hidden error is than was claimed: of squares, by medians, since hiding pairs also
+    hides which hosts are alike."""
+    if not len(errors):
+        return 1.0
+    return max(1.0, float(np.median(errors**2) / 0.455 / max(1e-12, np.median(claimed))))
 
 
 def beside_noise(error: float, noise: float) -> float:
@@ -62,14 +84,14 @@ def _hidden(table: Table, classes: bool, bottleneck: bool) -> tuple[Array, Array
     fold = np.random.default_rng(len(pairs)).permutation(len(pairs)) % FOLDS
     fold_of = fold[np.searchsorted(pairs, pair)]
     errors, claimed = [], []
-    for turn in range(FOLDS if len(pairs) < 4000 else 1):
+    for turn in range(FOLDS):
         seen, hidden = table.only(fold_of != turn), table.only(fold_of == turn)
         if not len(seen.one_way_s) or not len(hidden.one_way_s):
             continue
         shape = Shape(bottleneck=bottleneck)
         if classes:
             alike = find_classes(seen, bottleneck)
-            shape = replace(shape, classes=alike.classes if alike else ())
+            shape = replace(shape, classes=_labels(alike))
         logs = link_logs(seen, shape)
         means = means_of(hidden, logs)
         where = np.isfinite(means)
@@ -93,12 +115,3 @@ def means_of(table: Table, logs: Logs) -> Array:
     total = np.bincount(way, weights=values, minlength=count * count)
     mean = np.where(times > 0, total / np.maximum(times, 1), np.nan)
     return np.asarray(mean.reshape(count, count))
-
-
-def _repeats(table: Table) -> float:
-    way = table.source * len(table.members) + table.target
-    return len(way) / max(1, len(np.unique(way)))
-
-
-def _mean(errors: Sequence[float] | Array) -> float:
-    return float(np.mean(np.abs(errors))) if len(errors) else 1.0

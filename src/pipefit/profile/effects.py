@@ -24,6 +24,10 @@ ABOVE, BELOW = 1.5, 3.0
 REWEIGHT = (5, 12, 25)
 """The turns of the iteration in which weights are renewed."""
 
+PASSING = 4.0
+"""A moment is at most so many standard deviations from the others. Where many links were only ever measured together,
+what they have in common could be either; then it is the links'."""
+
 LEAST = 1e-10
 """The smallest variance: of logarithms, so 1e-5 of the value."""
 
@@ -65,42 +69,57 @@ class Fit:
     weight: Array
 
 
-def fit(values: Array, terms: Sequence[Term], rounds: int = 60) -> Fit:
+def fit(values: Array, terms: Sequence[Term], rounds: int = 50) -> Fit:
     """Effects and variances of `terms` in `values` [measurement]; the last term is the link. Deterministic."""
     count = len(values)
+    groups = [_Group(term, values) for term in terms]
+    link = groups[-1]
     mean, weight = float(values.mean()), np.ones(count)
     residual = values - mean
-    whole = max(LEAST, float(np.var(values)))
-    within = _within(values, terms[-1].level)
-    noise = within or whole / 4
-    start = {term.name: noise if term.passing else 100 * whole if term.free else whole / 2 for term in terms}
-    variance = dict(start)
-    value = {term.name: np.zeros(term.count) for term in terms}
-    error = {term.name: np.zeros(term.count) for term in terms}
+    noise = _within(values, link.level) or max(LEAST, float(np.var(values))) / 4
+    for group in groups:
+        if group.term.passing:
+            group.most = group.variance = noise
     for turn in range(rounds):
         unknown = np.zeros(count)
-        for term in terms:
-            name, level = term.name, term.level
-            residual += value[name][level]
-            known = np.bincount(level, weights=weight, minlength=term.count)
-            total = np.bincount(level, weights=weight * residual, minlength=term.count)
-            prior = noise / variance[name]
-            value[name], error[name] = total / (known + prior), noise / (known + prior)
-            residual -= value[name][level]
-            unknown += error[name][level]
-            met = known > 0
-            if not term.free and met.any():
-                variance[name] = max(LEAST, float(np.mean(value[name][met] ** 2 + error[name][met])))
-                if term.passing:
-                    variance[name] = min(variance[name], start[name])
+        for group in groups:
+            residual = group.update(residual, weight, noise)
+            unknown += group.error[group.level]
         shift = float((weight * residual).sum() / weight.sum())
         mean, residual = mean + shift, residual - shift
         noise = max(LEAST, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
         if turn in REWEIGHT:
-            link = terms[-1]
-            weight = _weights(residual + value[link.name][link.level], link.level, noise)
-    effects = {term.name: Effect(value[term.name], error[term.name], variance[term.name]) for term in terms}
-    return Fit(mean, effects, noise, residual, weight)
+            weight = _weights(residual + link.value[link.level], link.level, noise)
+    return Fit(mean, {group.term.name: group.effect() for group in groups}, noise, residual, weight)
+
+
+class _Group:
+    """A term while it is fitted: only the levels that were met."""
+
+    def __init__(self, term: Term, values: Array) -> None:
+        self.term = term
+        self.met, level = np.unique(term.level, return_inverse=True)
+        self.level: Indices = level.astype(np.int64)
+        whole = max(LEAST, float(np.var(values)))
+        self.variance, self.most = (100 * whole, np.inf) if term.free else (whole / 2, np.inf)
+        self.value, self.error = np.zeros(len(self.met)), np.zeros(len(self.met))
+
+    def update(self, residual: Array, weight: Array, noise: float) -> Array:
+        """Effects and variance from what the other terms leave; the new residual."""
+        residual = residual + self.value[self.level]
+        known = np.bincount(self.level, weights=weight) + noise / self.variance
+        self.value = np.bincount(self.level, weights=weight * residual) / known
+        if self.term.passing:
+            self.value = np.clip(self.value, -PASSING * self.variance**0.5, PASSING * self.variance**0.5)
+        self.error = noise / known
+        if not self.term.free:
+            self.variance = min(self.most, max(LEAST, float(np.mean(self.value**2 + self.error))))
+        return np.asarray(residual - self.value[self.level])
+
+    def effect(self) -> Effect:
+        value, error = np.zeros(self.term.count), np.full(self.term.count, self.variance)
+        value[self.met], error[self.met] = self.value, self.error
+        return Effect(value, error, self.variance)
 
 
 def _within(values: Array, link: Indices) -> float:

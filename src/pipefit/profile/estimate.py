@@ -213,8 +213,11 @@ def _floor(table: Table, values: Array) -> Array:
     count = len(table.members)
     ends = []
     for place in (table.source, table.target):
-        quartiles = [np.quantile(values[place == h], 0.25) if (place == h).any() else np.nan for h in range(count)]
-        ends.append(np.where(np.isnan(quartiles), np.nanmedian(quartiles), quartiles))
+        order = np.lexsort((values, place))
+        met, first, number = np.unique(place[order], return_index=True, return_counts=True)
+        quartile = np.full(count, np.nan)
+        quartile[met] = values[order][first + (number - 1) // 4]
+        ends.append(np.where(np.isnan(quartile), np.nanmedian(quartile), quartile))
     return np.asarray(np.maximum(ends[0][:, None], ends[1][None, :]))
 
 

@@ -42,3 +42,38 @@ def mixed(groups: Sequence[Sequence[int]], seed: int = 0) -> Callable[[int], lis
         return several([order.sample(list(group), len(group)) for group in groups])
 
     return games
+
+
+def remixed(games: Sequence[Sequence[Pair]], seed: int = 0) -> Callable[[int], list[list[Pair]]]:
+    """The same pairs in as many rounds, for each repetition beside others: two rounds together are paths and even
+    cycles, along each of which their pairs may change places (Kempe 1879)."""
+
+    def each(repeat: int) -> list[list[Pair]]:
+        order = random.Random(f"{seed}/{repeat}")
+        result = [list(pairs) for pairs in games]
+        for _ in range(2 * len(result) if len(result) > 1 else 0):
+            a, b = order.sample(range(len(result)), 2)
+            result[a], result[b] = _swapped(result[a], result[b], order)
+        return [pairs for pairs in result if pairs]
+
+    return each
+
+
+def _swapped(one: Sequence[Pair], other: Sequence[Pair], order: random.Random) -> tuple[list[Pair], list[Pair]]:
+    """Two rounds after a coin was tossed for each path or cycle of their pairs."""
+    at: dict[int, list[tuple[Pair, int]]] = {}
+    for turn, pairs in enumerate((one, other)):
+        for pair in pairs:
+            for member in pair:
+                at.setdefault(member, []).append((pair, turn))
+    result: tuple[list[Pair], list[Pair]] = ([], [])
+    seen: set[tuple[Pair, int]] = set()
+    for start in at:
+        chain, coin = list(at[start]), order.random() < 0.5
+        while chain:
+            edge = chain.pop()
+            if edge not in seen:
+                seen.add(edge)
+                result[edge[1] ^ coin].append(edge[0])
+                chain += [next_edge for member in edge[0] for next_edge in at[member]]
+    return result
