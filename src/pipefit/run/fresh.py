@@ -13,6 +13,7 @@ from typing import Any
 from pipefit import codec
 from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
 from pipefit.errors import StalePlanError
+from pipefit.model.graph import Model
 from pipefit.model.registry import Described, builtin_names, resolve
 from pipefit.plan.check import check_fresh
 from pipefit.plan.types import Plan
@@ -56,6 +57,21 @@ def check_model(plan: Plan, weights: str = "") -> None:
         _compare(plan, resolve(plan.model.name), "The plan is stale: the model changed since it was made.", str(path))
     if weights and (Path(weights) / "config.json").is_file():
         _compare(plan, resolve(weights), "The weights are of another model than the plan.", f"--weights {weights}")
+
+
+def captured_model(plan: Plan) -> Model:
+    """The plan's model, captured here and now. Raises StalePlanError if it is not the one that was planned for."""
+    from pipefit.model.capture import capture
+
+    model = capture(plan.model.family, plan.model.config)
+    if plan.hashes.model and model.hash != plan.hashes.model:
+        raise StalePlanError(
+            "The plan was made for another form of this model.",
+            where=f"model {plan.model.name!r}",
+            seen=f"{model.hash} here, {plan.hashes.model} in the plan",
+            next_step="make the plan again with this version",
+        )
+    return model
 
 
 def _compare(plan: Plan, found: Described, what: str, where: str) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipefit import __version__, codec
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
 from pipefit.data.stepplan import batch_shape, evaluation_batches, evaluation_plan, step_plan
-from pipefit.errors import CheckpointError, RunError, StalePlanError
+from pipefit.errors import CheckpointError, RunError
 from pipefit.lab import pace
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
@@ -31,7 +31,7 @@ from pipefit.run.config import TrainConfig
 from pipefit.run.faults import injected, name_ranks
 from pipefit.run.feeds import evaluation_feeds, make_feeds
 from pipefit.run.folder import check_run_dir, open_run_dir
-from pipefit.run.fresh import check_cluster, check_model
+from pipefit.run.fresh import captured_model, check_cluster, check_model
 from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
@@ -217,20 +217,8 @@ def resume(worker: Worker, plan: Plan, config: TrainConfig, corpus: Corpus, worl
 def shared_model(plan: Plan, world: World) -> Model:
     """The captured model: rank 0 captures, everyone else reads its graphs. StalePlanError if it is not the plan's."""
 
-    def make() -> str:
-        from pipefit.model.capture import capture
-
-        model = capture(plan.model.family, plan.model.config)
-        if plan.hashes.model and model.hash != plan.hashes.model:
-            raise StalePlanError(
-                "The plan was made for another form of this model.",
-                where=f"model {plan.model.name!r}",
-                seen=f"{model.hash} here, {plan.hashes.model} in the plan",
-                next_step="make the plan again with this version",
-            )
-        return codec.dump_text(model)
-
-    return codec.load_text(Model, world.from_rank_0("model", make), "the model of rank 0")
+    text = world.from_rank_0("model", lambda: codec.dump_text(captured_model(plan)))
+    return codec.load_text(Model, text, "the model of rank 0")
 
 
 def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:

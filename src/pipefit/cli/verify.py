@@ -1,0 +1,138 @@
+"""`pipefit verify`: whether a plan fits, found out on one device before the whole cluster is taken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pipefit.plan.explain import TextTable
+    from pipefit.plan.types import Plan
+    from pipefit.run.verify import RankMemory
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    rank: Annotated[
+        list[int] | None, typer.Option(help="A rank to run; repeat for more. Default: those that need most.")
+    ] = None,
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    steps: int = typer.Option(2, help="Training steps of every rank."),
+    cluster: str | None = typer.Option(None, help="The cluster, for a plan without a prediction."),
+    local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
+) -> None:
+    """Run the ranks of PLAN that need most memory, one at a time, on one device: does the plan fit? Exit code 1: no."""
+    from pipefit.cli._plans import print_tables
+    from pipefit.errors import RunError
+    from pipefit.plan.check import load_plan
+    from pipefit.plan.explain import headline
+    from pipefit.run.fresh import captured_model
+    from pipefit.run.setup import choose_device
+    from pipefit.run.verify import check_ranks, critical_ranks, verify_rank
+
+    if steps < 1:
+        raise RunError("A rank cannot be verified with this.", where="--steps", seen=steps, allowed="1 or more")
+    if device not in ("auto", "cpu", "cuda"):
+        raise RunError("A rank cannot run there.", where="--device", seen=device, allowed="auto, cpu or cuda")
+    plan = _with_prediction(load_plan(path), cluster, local)
+    check_ranks(plan, rank or [])
+    place = choose_device(device, 0)
+    model = captured_model(plan)
+    found = [verify_rank(plan, model, one, place, steps) for one in rank or critical_ranks(plan)]
+    fits = all(one.fits for one in found)
+    if as_json:
+        facts = {"device": str(place), "fits": fits, "ranks": [_facts(one) for one in found]}
+        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+    else:
+        print(headline(plan))
+        print(f"each rank alone on {_where(place.type)}: real steps, what other ranks send is made up")
+        print_tables([_table(found)])
+        for line in _verdict(plan, found):
+            print(line)
+    if not fits:
+        sys.exit(1)
+
+
+def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan:
+    """The plan itself, or with the simulator's prediction where it has none and the cluster is known."""
+    from pipefit.cli._plans import open_subject
+    from pipefit.plan.predict import predict, simulate_plan
+
+    if plan.prediction is not None or not (plan.cluster or cluster or local is not None):
+        return plan
+    opened, found = open_subject(plan, None, cluster, local)
+    return predict(plan, opened, simulate_plan(plan, opened, found))
+
+
+def _where(kind: str) -> str:
+    return {"cuda": "one GPU, counted by CUDA's allocator"}.get(kind, "this CPU, counted by the allocator's record")
+
+
+def _facts(one: RankMemory) -> dict[str, object]:
+    from pipefit.codec import to_data
+
+    return {**to_data(one), "fits": one.fits}
+
+
+def _table(found: Sequence[RankMemory]) -> TextTable:
+    from pipefit.plan.explain import TextTable
+    from pipefit.units import format_bytes
+
+    rows = []
+    for one in found:
+        if one.measured is None:
+            figures = ("ran out", "", "")
+        else:
+            peak = one.measured.peak
+            figures = (
+                format_bytes(peak),
+                f"{one.predicted_bytes / peak - 1:+.1%}",
+                f"{peak / one.limit_bytes:.1%}",
+            )
+        measured, off, share = figures
+        rows.append(
+            (
+                str(one.rank),
+                str(one.lane),
+                format_bytes(one.predicted_bytes),
+                measured,
+                off,
+                format_bytes(one.limit_bytes),
+                share,
+                "yes" if one.fits else "NO",
+            )
+        )
+    columns = ("rank", "lane", "predicted", "measured", "prediction off", "limit", "of limit", "fits")
+    return TextTable("peak memory", columns, tuple(rows))
+
+
+def _verdict(plan: Plan, found: Sequence[RankMemory]) -> list[str]:
+    from pipefit.run.verify import lane_predictions
+    from pipefit.units import format_bytes
+
+    lines = []
+    lanes = lane_predictions(plan)
+    seen = {one.lane for one in found}
+    alike = {(lanes[lane].peak_bytes, lanes[lane].limit_bytes) for lane in seen}
+    others = [i for i, lane in enumerate(lanes) if (lane.peak_bytes, lane.limit_bytes) not in alike]
+    if others:
+        fullest = max((lanes[i] for i in others), key=lambda lane: lane.peak_bytes / lane.limit_bytes)
+        names = ", ".join(map(str, others))
+        lines.append(
+            f"not run: lane{'s' if len(others) > 1 else ''} {names}; predicted at most "
+            f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.limit_bytes)}"
+        )
+    if all(one.fits for one in found):
+        return [*lines, "the plan fits" if not others else "the ranks that were run fit"]
+    bad = next(one for one in found if not one.fits)
+    if bad.measured is None:
+        words = f"rank {bad.rank} ran out of memory"
+    else:
+        words = f"rank {bad.rank} needs {format_bytes(bad.measured.peak - bad.limit_bytes)} more than its limit"
+    return [*lines, f"the plan does not fit: {words}"]

@@ -1,0 +1,199 @@
+"""`pipefit verify`: which ranks it runs, what it says of them, its exit codes, and every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipefit.cli import main
+from pipefit.cluster import local
+from pipefit.errors import RunError
+from pipefit.model.graph import Model
+from pipefit.model.registry import open_model
+from pipefit.plan.build import build_plan
+from pipefit.plan.check import save_plan
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.types import Hashes, Job, Plan
+from pipefit.run import verify
+from pipefit.run.alone import RECEIVED_STD, alone
+from pipefit.run.comms import Comms, all_gather, reduce_scatter
+
+MODEL = "tiny-llama"
+
+
+@lru_cache
+def opened() -> Model:
+    return open_model(MODEL)
+
+
+def plan_of(predicted: bool = True, **decisions: Any) -> Plan:
+    """A plan for four processes of this machine."""
+    model, cluster = opened(), local(4)
+    job = Job(batch=8, sequence=32, precision="float32", seed=5)
+    choice = Decisions(**{"stages": 4, "microbatches": 4, "schedule": "1f1b"} | decisions)
+    made = replace(build_plan(model, cluster, job, choice, name=MODEL), cluster="local:4")
+    return predict(made, model, simulate_plan(made, model, cluster)) if predicted else made
+
+
+def with_lanes(plan: Plan, *lanes: tuple[float, float]) -> Plan:
+    """The plan with these (predicted, limit) of its lanes."""
+    assert plan.prediction is not None
+    changed = tuple(
+        replace(lane, peak_bytes=peak, limit_bytes=limit)
+        for lane, (peak, limit) in zip(plan.prediction.lanes, lanes, strict=True)
+    )
+    return replace(plan, prediction=replace(plan.prediction, lanes=changed))
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys, monkeypatch):  # type: ignore[no-untyped-def]
+    """Run `pipefit verify` on a plan in this process, ranks included: (exit code, output, errors)."""
+    model = opened()
+    monkeypatch.setattr("pipefit.model.capture.capture", lambda family, config: model)
+    monkeypatch.setattr(verify, "in_fresh_process", lambda work, *arguments, rank: work(*arguments))
+
+    def run(plan: Plan | None, *words: str) -> tuple[int, str, str]:
+        path = tmp_path / "plan.json"
+        if plan is not None:
+            save_plan(plan, path)
+        monkeypatch.setattr(sys, "argv", ["pipefit", "verify", str(path), *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def test_the_ranks_that_matter_are_run_and_fit(command) -> None:
+    code, out, _ = command(plan_of(), "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["fits"] and sorted(one["rank"] for one in facts["ranks"]) == [0, 1, 2, 3]
+    for one in facts["ranks"]:
+        peak = max(one["measured"][name] for name in ("build", "train", "evaluate"))
+        assert one["predicted_bytes"] - 64 * 2**20 == pytest.approx(peak, rel=0.01), "without what is only assumed"
+    code, out, _ = command(plan_of())
+    assert code == 0 and "the plan fits" in out and "counted by the allocator's record" in out
+
+
+def test_a_rank_over_its_limit_is_found_whatever_was_predicted(command) -> None:
+    plan = with_lanes(plan_of(), (1e6, 1e9), (1e6, 1e9), (1e6, 1e6), (1e6, 1e9))
+    code, out, _ = command(plan)
+    assert code == 1
+    assert "the plan does not fit: rank 2 needs" in out and "NO" in out
+    code, out, _ = command(plan, "--rank", "1", "--rank", "3")
+    assert code == 0 and "the ranks that were run fit" in out and "not run: lane 2; predicted at most" in out
+
+
+def test_running_out_of_memory_is_not_fitting(command, monkeypatch) -> None:
+    def out_of_memory(*arguments: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(verify, "measure_rank", out_of_memory)
+    code, out, _ = command(with_lanes(plan_of(), *[(1e6, 1e6)] * 4))
+    assert code == 1 and "rank 0 ran out of memory" in out
+    code, _, err = command(with_lanes(plan_of(), *[(1e6, 1e15)] * 4))
+    assert code == 2 and "on a device that is smaller than the plan's" in err
+
+
+def test_a_killed_process_is_reported() -> None:
+    with pytest.raises(RunError, match="was killed before it was done"):
+        verify.in_fresh_process(os._exit, 9, rank=3)
+
+
+@pytest.mark.slow
+def test_a_rank_runs_in_a_process_of_its_own() -> None:
+    plan, model = plan_of(), opened()
+    found = verify.verify_rank(plan, model, 2, torch.device("cpu"), 1)
+    assert found.measured == verify.measure_rank(plan, model, 2, torch.device("cpu"), 1) and found.fits
+
+
+def test_critical_ranks() -> None:
+    """The fullest for their limit first, lanes that are alike once, and of a lane the device with most rows."""
+    plan = plan_of()
+    assert verify.critical_ranks(with_lanes(plan, (1, 10), (3, 10), (3, 10), (2, 4))) == (3, 1, 0)
+    assert verify.critical_ranks(with_lanes(plan, (1, 10), (3, 10), (4, 10), (2, 4)), most=2) == (3, 2)
+    uneven = plan_of(stages=2, replicas=(1, 3), microbatches=2)
+    assert verify.critical_ranks(uneven) == (1, 3) or verify.critical_ranks(uneven) == (3, 1)
+
+
+MISTAKES = {
+    "rank": (("--rank", "4"), "The plan has no such rank.", "0 to 3: the plan has 4 devices"),
+    "negative rank": (("--rank=-1",), "The plan has no such rank.", "0 to 3"),
+    "steps": (("--steps", "0"), "A rank cannot be verified with this.", "1 or more"),
+    "device": (("--device", "tpu"), "A rank cannot run there.", "auto, cpu or cuda"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(command, name: str) -> None:
+    words, what, allowed = MISTAKES[name]
+    code, _, err = command(plan_of(), *words)
+    assert code == 2 and what in err and allowed in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there(command) -> None:
+    code, _, err = command(plan_of(), "--device", "cuda")
+    assert code == 2 and "No CUDA device can be used here." in err
+
+
+def test_a_plan_that_is_not_there(command, tmp_path: Path) -> None:
+    code, _, err = command(None)
+    assert code == 2 and "The file cannot be read." in err
+    (tmp_path / "plan.json").write_text("{")
+    code, _, err = command(None)
+    assert code == 2 and "not valid JSON" in err
+
+
+def test_a_plan_without_a_prediction(command) -> None:
+    plan = plan_of(predicted=False)
+    code, out, _ = command(plan)
+    assert code == 0 and "the plan fits" in out, "its cluster is known, so the simulator predicts it"
+    code, _, err = command(replace(plan, cluster=""))
+    assert code == 2 and "carries no prediction" in err and "--cluster FILE.json or --local N" in err
+
+
+def test_a_plan_for_another_model(command) -> None:
+    plan = plan_of()
+    code, _, err = command(replace(plan, hashes=Hashes(model="0" * 16, cluster=plan.hashes.cluster)))
+    assert code == 2 and "The plan was made for another form of this model." in err
+
+
+def test_a_machine_that_is_too_small(command) -> None:
+    code, _, err = command(with_lanes(plan_of(), *[(1e15, 2e15)] * 4))
+    assert code == 2 and "This machine has too little memory to run a rank of the plan." in err
+
+
+def test_alone_in_a_world() -> None:
+    """Receives are filled, gathers and reductions give numbers, and nothing is left of the world afterwards."""
+    with alone(2, 8):
+        comms = Comms()
+        comms.make([[0, 1, 2, 3], [2, 6]])
+        group = comms.group([0, 1, 2, 3])
+        channel, peer, tag = comms.channel(5, 2, 7)
+        buffer = torch.full((4096,), float("nan"))
+        channel.recv([buffer], peer, tag).wait()
+        assert float(buffer.std()) == pytest.approx(RECEIVED_STD, rel=0.1)
+        whole, part = torch.empty(16), torch.arange(4.0)
+        all_gather(whole, part, group).wait()
+        assert torch.equal(whole, part.repeat(4))
+        reduce_scatter(part, torch.arange(16.0), group).wait()
+        assert part.tolist() == [8, 9, 10, 11], "the part of the third of four"
+        dist.all_reduce(part, group=group)
+        assert part.tolist() == [8, 9, 10, 11]
+    assert not dist.is_initialized()
