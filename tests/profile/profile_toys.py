@@ -67,3 +67,49 @@ def rates(scale: float = 1.0) -> Rates:
         memory_bandwidth_bytes_per_s=1e10,
         operator_s=1e-6,
     )
+
+
+class Contended:
+    """A network in which messages that are under way together share ports and uplinks evenly. Rates in bytes/s."""
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        pair: float = 1e9,
+        port: float = 1e12,
+        rack: int = 0,
+        uplink: float = 1e12,
+        spread: float = 0.0,
+        noise: float = 0.01,
+        seed: int = 0,
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        self.count, self.noise, self.draw = count, noise, draw
+        self.pair = pair * np.exp(draw.normal(0, spread, (count, count)))
+        self.port = [port] * count
+        self.rack = [h // rack if rack else 0 for h in range(count)]
+        self.up = [uplink] * (max(self.rack) + 1)
+        self.down = list(self.up)
+
+    def rate(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
+        """Each the least of its own rate and an even part of all that it shares."""
+        loads: dict[tuple[str, int], int] = {}
+        for pair in pairs:
+            for place in self._places(*pair):
+                loads[place] = loads.get(place, 0) + 1
+        limit = {"out": self.port, "in": self.port, "up": self.up, "down": self.down}
+        return {
+            (a, b): min(float(self.pair[a, b]), *(limit[kind][i] / loads[kind, i] for kind, i in self._places(a, b)))
+            for a, b in pairs
+        }
+
+    def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
+        rates = self.rate(pairs)
+        return Outcome(
+            {pair: size / rate * float(np.exp(self.draw.normal(0, self.noise))) for pair, rate in rates.items()}
+        )
+
+    def _places(self, a: int, b: int) -> list[tuple[str, int]]:
+        across = self.rack[a] != self.rack[b]
+        return [("out", a), ("in", b), *([("up", self.rack[a]), ("down", self.rack[b])] if across else [])]

@@ -27,6 +27,11 @@ def command(
     rails: int = typer.Option(1, help="Networks between the hosts; a host's devices take them in turn."),
     rounds: int = typer.Option(5, help="Repetitions of every measured layer."),
     link_rounds: int = typer.Option(3, help="Repetitions of every measured link."),
+    host_rounds: str = typer.Option(
+        "auto",
+        help="Rounds of pairs of hosts: a number, all, or auto: until the other links can be told from those measured.",
+    ),
+    only: str = typer.Option("", help="links: measure neither layers nor collectives."),
     quick: bool = typer.Option(False, "--quick", help="Fewer repetitions and sizes: a first look."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     timeout: float = typer.Option(60.0, help="Seconds without an answer after which a host has failed."),
@@ -48,6 +53,7 @@ def command(
         _finish(cluster, output, as_json, dump_text)
         return
     _check(files, local, sequence, rounds, link_rounds, dtype)
+    _check_links(host_rounds, only)
     from pipefit.run.launch import run_local
     from pipefit.run.setup import under_torchrun
 
@@ -60,13 +66,27 @@ def command(
             sys.exit(code)
         return
     _measure(
-        output, model or [], sequence, tokens, dtype, name, rails, rounds, link_rounds, quick, device, timeout, as_json
+        output,
+        model or [],
+        sequence,
+        tokens,
+        dtype,
+        name,
+        rails,
+        rounds,
+        link_rounds,
+        host_rounds,
+        only,
+        quick,
+        device,
+        timeout,
+        as_json,
     )
 
 
 def _measure(
     output: Path, model: list[str], sequence: int, tokens: int, dtype: str, name: str, rails: int, rounds: int,
-    link_rounds: int, quick: bool, device: str, timeout: float, as_json: bool,
+    link_rounds: int, host_rounds: str, only: str, quick: bool, device: str, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
     """As one rank. Only rank 0 prints: the others leave with the same code."""
     import os
@@ -79,7 +99,7 @@ def _measure(
     config = ProfileConfig(
         output=output, name=name, models=tuple(model), sequence=sequence, tokens=tokens, dtype=dtype, rails=rails,
         layer_rounds=2 if quick else rounds, link_rounds=2 if quick else link_rounds,
-        sizes_bytes=SIZES[:4] if quick else SIZES, device=device, timeout_s=timeout,
+        sizes_bytes=SIZES[:4] if quick else SIZES, host_rounds=host_rounds, only=only, device=device, timeout_s=timeout,
     )  # fmt: skip
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -131,6 +151,18 @@ def _check(files: list[str] | None, local: int, sequence: int, rounds: int, link
         raise PipefitError(
             "The dtype is unknown.", where="--dtype", seen=repr(dtype), allowed="float32, bfloat16, float64"
         )
+
+
+def _check_links(host_rounds: str, only: str) -> None:
+    if host_rounds not in ("auto", "all") and not (host_rounds.isdecimal() and int(host_rounds) >= 3):
+        raise PipefitError(
+            "The number of rounds of pairs of hosts is not understood.",
+            where="--host-rounds",
+            seen=repr(host_rounds),
+            allowed="auto, all, or a number, 3 or more",
+        )
+    if only not in ("", "links"):
+        raise PipefitError("This part cannot be measured alone.", where="--only", seen=repr(only), allowed="links")
 
 
 def _died(error: RunError, output: Path) -> ClusterError:

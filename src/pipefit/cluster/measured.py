@@ -82,14 +82,64 @@ class LinkCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMethod:
+    """How the links of a rail were measured."""
+
+    rounds: int
+    "Of disjoint pairs of hosts."
+    full_rounds: int
+    "That a tournament of all pairs has."
+    repeats: int
+    noise: float
+    "Relative standard deviation of one measurement of the largest message, beside the order."
+    order_share: float
+    "Part of the variance of single measurements that was the round in which they were made, not the link."
+    held_out_error: float | None = None
+    "Mean relative error of links that were predicted before they were measured, noise left out; None without any."
+    classes: tuple[int, ...] = ()
+    "By host: hosts with the same number were found alike; empty where no classes help to tell links."
+    crowded: bool = False
+    "Whether pairs of hosts slow each other down, so that fewer were measured at a time."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uplink:
+    """Hosts that share a way to all others."""
+
+    hosts: tuple[str, ...]
+    up_bytes_per_s: float | None
+    "What several of them reach together; None where they did not slow each other down."
+    down_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What several messages at once reach, lists by host: whether a host's ports, and racks, limit its links."""
+
+    out_bytes_per_s: tuple[float, ...]
+    "Of two messages to two hosts at once, together."
+    out_shared: tuple[bool, ...]
+    "Whether they slowed each other down: the rate is that of a port. Else the port carries at least so much."
+    in_bytes_per_s: tuple[float, ...]
+    in_shared: tuple[bool, ...]
+    uplinks: tuple[Uplink, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RailCurve:
     """The time of one message between hosts, by size: matrices [size][source host][target host]."""
 
     sizes_bytes: tuple[int, ...]
     time_s: tuple[tuple[tuple[float, ...], ...], ...]
-    "The fastest repetition; the diagonal is 0."
+    "Noise, and what the order of measuring adds, left out (profile/estimate.py); the diagonal is 0."
     spread: tuple[tuple[tuple[float, ...], ...], ...]
-    "(slowest - fastest repetition) / fastest."
+    "(slowest - fastest repetition) / fastest, the order of measuring included; 0 for a link that was not measured."
+    error: tuple[tuple[float, ...], ...] = ()
+    "[source host][target host]: relative standard error of the time of the largest message; empty where unknown."
+    predicted: tuple[tuple[int, ...], ...] = ()
+    "By source host: the target hosts (indices) whose times were concluded from other links; empty where none were."
+    method: LinkMethod | None = None
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

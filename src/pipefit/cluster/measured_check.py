@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from pipefit.cluster.measured import LayerCurve, Measured, RailCurve
+from pipefit.cluster.measured import LayerCurve, Measured, RailCurve, Sharing
 from pipefit.errors import ClusterError
 
 ACTIONS = ("F", "I", "W", "B")
@@ -89,6 +89,44 @@ def _rail(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[Cluster
             if a != b:
                 times = [matrix[a][b] for matrix in rail.time_s]
                 yield from _curve(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
+    yield from _predicted(rail, hosts, f"{where}.predicted")
+    if rail.sharing is not None:
+        yield from _sharing(rail.sharing, hosts, f"{where}.sharing")
+
+
+def _predicted(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+    for a, row in enumerate(rail.predicted):
+        for b in row:
+            if not 0 <= b < len(hosts) or a >= len(hosts):
+                yield ClusterError(
+                    "A link is marked as predicted whose host the file does not have.",
+                    where=f"{where}[{a}]",
+                    seen=b,
+                    allowed=f"0 to {len(hosts) - 1}",
+                )
+
+
+def _sharing(sharing: Sharing, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
+    for name, values in (("out", sharing.out_bytes_per_s), ("in", sharing.in_bytes_per_s)):
+        if len(values) != len(hosts):
+            yield ClusterError(
+                "There is not one figure for each host.",
+                where=f"{where}.{name}_bytes_per_s",
+                seen=f"{len(values)} figures",
+                allowed=f"{len(hosts)}, one for each host",
+            )
+        for value in values:
+            if not (math.isfinite(value) and value > 0):
+                yield _impossible(f"{where}.{name}_bytes_per_s", value, "bytes per second above zero")
+    for index, uplink in enumerate(sharing.uplinks):
+        unknown = [host for host in uplink.hosts if host not in hosts]
+        if unknown:
+            yield ClusterError(
+                "An uplink names hosts that the file does not have.",
+                where=f"{where}.uplinks[{index}].hosts",
+                seen=", ".join(unknown),
+                allowed=", ".join(hosts),
+            )
 
 
 def _impossible(where: str, seen: float, allowed: str) -> ClusterError:

@@ -8,16 +8,39 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipefit.cluster.kinds import OVERLAP
-from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LinkCurve, Measured, MemoryFact, RailCurve
+from pipefit.cluster.measured import (
+    CollectiveCurve,
+    LayerCurve,
+    LinkCurve,
+    LinkMethod,
+    Measured,
+    MemoryFact,
+    RailCurve,
+    Sharing,
+)
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.errors import ClusterError
 from pipefit.profile.effects import Array
-from pipefit.profile.estimate import PairTimes, pair_times
+from pipefit.profile.estimate import PairTimes, Shape, pair_times
 from pipefit.profile.facts import CPU, Member, Rates
 from pipefit.profile.links import LinkSample, latency_and_bandwidth
 
 ALIKE = 0.25
 """Hosts whose inner links differ by less than this share belong to one link class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailNotes:
+    """How the links of a rail were measured; see `cluster.measured.LinkMethod`."""
+
+    rounds: int
+    full_rounds: int
+    repeats: int
+    shape: Shape | None = None
+    "How the links that were not measured are concluded from the others; None where all were measured."
+    held_out_error: float | None = None
+    crowded: bool = False
+    sharing: Sharing | None = None
 
 
 @dataclass(slots=True)
@@ -28,6 +51,8 @@ class Findings:
     inside: list[LinkSample] = field(default_factory=list)
     rails: dict[str, list[LinkSample]] = field(default_factory=dict)
     "By rail; between the ranks that stand for their hosts."
+    surveys: dict[str, RailNotes] = field(default_factory=dict)
+    "By rail."
     rates: dict[str, Rates] = field(default_factory=dict)
     "By kind."
     layers: list[LayerCurve] = field(default_factory=list)
@@ -192,7 +217,8 @@ def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tupl
     rails, curves = [], {}
     for place, (name, samples) in enumerate(findings.rails.items()):
         ranks = [members[min(place, len(members) - 1)] for members in hosts.values()]
-        times = pair_times(samples, ranks)
+        notes = findings.surveys.get(name)
+        times = pair_times(samples, ranks, predict=notes.shape if notes else None)
         _require(times, list(hosts), f"on rail {name}")
         count = len(ranks)
         fits = {
@@ -210,14 +236,41 @@ def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tupl
                     tuple(fits.get((a, b), (0.0, most))[1] for b in range(count)) for a in range(count)
                 ),
                 repeatability=_matrix(np.where(np.eye(count, dtype=bool), 1.0, times.repeatability)),
+                shared_ports=_shared_ports(notes.sharing if notes else None),
             )
         )
+        predicted = tuple(tuple(int(b) for b in np.flatnonzero(row)) for row in times.predicted)
         curves[name] = RailCurve(
             sizes_bytes=times.sizes_bytes,
             time_s=tuple(_matrix(np.nan_to_num(matrix)) for matrix in times.time_s),
             spread=tuple(_matrix(np.nan_to_num(matrix)) for matrix in times.spread),
+            error=_matrix(np.where(np.eye(count, dtype=bool), 0.0, times.error)),
+            predicted=predicted if any(predicted) else (),
+            method=_method(notes, times) if notes else None,
+            sharing=notes.sharing if notes else None,
         )
     return tuple(rails), curves
+
+
+def _method(notes: RailNotes, times: PairTimes) -> LinkMethod:
+    return LinkMethod(
+        rounds=notes.rounds,
+        full_rounds=notes.full_rounds,
+        repeats=notes.repeats,
+        noise=times.noise,
+        order_share=times.order_share,
+        held_out_error=notes.held_out_error,
+        classes=notes.shape.classes if notes.shape else (),
+        crowded=notes.crowded,
+    )
+
+
+def _shared_ports(sharing: Sharing | None) -> bool:
+    """Whether most hosts' ports limit what they send to, or receive from, two others at once."""
+    if sharing is None:
+        return True
+    both = [*sharing.out_shared, *sharing.in_shared]
+    return 2 * sum(both) >= len(both)
 
 
 def _require(times: PairTimes, names: Sequence[str], where: str) -> None:

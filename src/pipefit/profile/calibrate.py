@@ -10,6 +10,7 @@ import numpy as np
 
 from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
+from pipefit.cost.collectives import ring_of
 from pipefit.cost.curves import layer_times, signature
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
@@ -36,7 +37,7 @@ def collective_curve(
     """
     from scipy.optimize import nnls
 
-    ring = Network(cluster).rings([tuple(devices)])
+    ring = ring_of(Network(cluster), operation, [devices])
     count = len(devices)
     steps = PASSES[operation] * (count - 1)
     times = np.asarray(time_s, dtype=np.float64)

@@ -45,7 +45,7 @@ def find_classes(table: Table, bottleneck: bool = False) -> Alike | None:
     found: Alike | None = None
     for _ in range(PASSES):
         logs = link_logs(table, Shape(classes=found.classes if found else (), bottleneck=bottleneck))
-        now = _grouped(_beyond_hosts(logs, table, found), logs.measured)
+        now = group(_beyond_hosts(logs, table, found))
         if now is None or (found is not None and now.classes == found.classes):
             return now
         found = now
@@ -68,16 +68,16 @@ def _beyond_hosts(logs: Logs, table: Table, known: Alike | None) -> Array:
     return np.asarray(np.where(known_ways > 0, np.nansum(both, axis=0) / np.maximum(known_ways, 1), np.nan))
 
 
-def _grouped(rest: Array, measured: Bools) -> Alike | None:
-    upper = np.triu(measured | measured.T, 1)
-    values = rest[upper]
+def group(rest: Array) -> Alike | None:
+    """Classes from one symmetric figure of each pair of hosts, low for those that belong together; NaN for unknown."""
+    either = np.isfinite(rest) & ~np.eye(len(rest), dtype=bool)
+    values = rest[np.triu(either, 1)]
     if len(values) < 4:
         return None
     split = two_heaps(values)
     if split is None:
         return None
     border, gap = split
-    either = measured | measured.T
     together = either & (np.nan_to_num(rest, nan=np.inf) < border)
     labels = _merged(together.astype(np.int64), (either & ~together).astype(np.int64))
     kinds = int(labels.max()) + 1

@@ -7,7 +7,6 @@ links, so that a network that fails does not cost what needed none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -22,10 +21,8 @@ from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.device import rates
 from pipefit.profile.facts import Rates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
-from pipefit.profile.links import Games, LinkSample, LinkSurvey
-from pipefit.profile.links import survey as survey_links
+from pipefit.profile.link_phase import measure_links
 from pipefit.profile.state import ProfileConfig, Session, Show
-from pipefit.profile.tournament import mixed
 from pipefit.profile.wire import OPERATIONS, Wire
 from pipefit.run.comms import backend_for
 from pipefit.run.setup import World, choose_device
@@ -61,9 +58,8 @@ class Profile(Session):
     def measure(self) -> Cluster:
         """All phases in order."""
         self._rates()
-        graphs = measure_layers(self)
-        self._inside()
-        self._between()
+        graphs = measure_layers(self) if self.config.only != "links" else []
+        measure_links(self)
         cluster = self._assemble()
         kinds = {
             name: replace(kind, efficiency=efficiency(kind, graphs, self.found.layers))
@@ -72,7 +68,8 @@ class Profile(Session):
         for kind in kinds.values():
             self.found.layers = with_ratios(kind, graphs, self.found.layers)
         cluster = replace(cluster, kinds=kinds)
-        self._collectives(cluster)
+        if self.config.only != "links":
+            self._collectives(cluster)
         cluster = replace(cluster, measured=self._assemble().measured)
         if self.rank == 0:
             save(cluster, self.config.output)
@@ -96,36 +93,6 @@ class Profile(Session):
             same = [other.rank for other in self.members if self.kinds[other.kind] == name]
             self.found.rates[name] = middle_rates([from_data(Rates, each[rank], f"rank {rank}") for rank in same])
         self.show("devices", 1, 1)
-
-    def _inside(self) -> None:
-        groups = [ranks for ranks in self.hosts.values() if len(ranks) > 1]
-        if groups:
-            self.found.inside = self._survey("links inside hosts", mixed(groups), self.found.inside)
-
-    def _between(self) -> None:
-        if len(self.hosts) < 2:
-            return
-        for rail in range(self.config.rails):
-            name = f"rail{rail}" if self.config.rails > 1 else "network"
-            ranks = [members[min(rail, len(members) - 1)] for members in self.hosts.values()]
-            self.found.rails[name] = []
-            self.found.rails[name] = self._survey(
-                f"links between hosts, {name}", mixed([ranks]), self.found.rails[name]
-            )
-
-    def _survey(self, phase: str, games: Callable[[int], Games], samples: list[LinkSample]) -> list[LinkSample]:
-        wire = Wire(self.board, self.device)
-        found = LinkSurvey(samples=samples)
-
-        def after(done: int, total: int, survey: LinkSurvey) -> None:
-            self.show(phase, done, total)
-            self.keep(phase)
-
-        survey_links(
-            games, self.config.sizes_bytes, self.config.link_rounds, wire.measure, found=found, after_round=after
-        )
-        self.require_all(phase)
-        return found.samples
 
     def _collectives(self, cluster: Cluster) -> None:
         """On all devices, on the devices of one host, and on one device of every host."""

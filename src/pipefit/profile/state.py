@@ -37,6 +37,12 @@ class ProfileConfig:
     "float32, bfloat16 or float64; '' is bfloat16 on GPUs and float32 elsewhere."
     layer_rounds: int = 5
     link_rounds: int = 3
+    "Repetitions of every link."
+    host_rounds: str = "auto"
+    "Rounds of pairs of hosts: a number, `all`, or `auto`: until the other links can be told from those measured; all "
+    "of them up to 16 hosts."
+    only: str = ""
+    "`links`: neither layers nor collectives; '' is everything."
     sizes_bytes: tuple[int, ...] = SIZES
     rails: int = 1
     "Networks between hosts; the devices of a host take them in turn."

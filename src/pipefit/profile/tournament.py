@@ -7,7 +7,7 @@ recursively, which needs a power of two, and takes as many rounds.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 Pair = tuple[int, int]
 
@@ -76,4 +76,23 @@ def _swapped(one: Sequence[Pair], other: Sequence[Pair], order: random.Random) -
                 seen.add(edge)
                 result[edge[1] ^ coin].append(edge[0])
                 chain += [next_edge for member in edge[0] for next_edge in at[member]]
+    return result
+
+
+def thinned(games: Sequence[Sequence[Pair]], width: int, classes: Mapping[int, int] | None = None) -> list[list[Pair]]:
+    """The same pairs in more rounds: at most `width` at a time, and of each class at most one that leaves it."""
+    result: list[list[Pair]] = []
+    for pairs in games:
+        parts: list[tuple[list[Pair], set[int]]] = []
+        for pair in pairs:
+            ends = {classes[member] for member in pair} if classes else set()
+            crossing = ends if len(ends) > 1 else set()
+            for part, used in parts:
+                if len(part) < width and not used & crossing:
+                    part.append(pair)
+                    used |= crossing
+                    break
+            else:
+                parts.append(([pair], set(crossing)))
+        result += [part for part, _ in parts]
     return result

@@ -24,43 +24,59 @@ class Wire:
     def __init__(self, board: Board, device: torch.device) -> None:
         self.board, self.device = board, device
         self._tiny = torch.zeros(TINY, dtype=torch.uint8, device=device)
-        self._big = self._tiny
+        self._big: list[torch.Tensor] = []
+        self.most_bytes = MOST_BYTES
+        "See `repeats_of`; all ranks must hold the same."
+        self.bytes_per_s = float("inf")
+        "Of the middle link, roughly."
 
     def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
-        """One round: this rank plays its own pair, and all learn the results of all. See `links.Measure`."""
+        """One round: this rank plays its own pairs, all at once, and all learn the results of all. See
+        `links.Measure`. A rank may send to several or receive from several, not both."""
         known = set(self.board.lost)
         mine = [pair for pair in pairs if self.board.rank in pair]
         value: dict[str, Any] = {}
-        for source, target in mine:
+        if mine:
             try:
-                time_s = self._play(source, target, size)
-                if self.board.rank == source:
-                    value = {"pair": [source, target], "s": time_s}
+                value = {"times": [[*pair, time_s] for pair, time_s in self._play(mine, size).items()]}
             except RuntimeError as error:
                 value = {"failed": str(error).splitlines()[0][:200]}
         found = self.board.gather(value)
-        times = {(a["pair"][0], a["pair"][1]): float(a["s"]) for a in found.values() if a and "pair" in a}
+        times = {
+            (source, target): float(time_s)
+            for each in found.values()
+            for source, target, time_s in (each or {}).get("times", [])
+        }
         lost = {rank: why for rank, why in self.board.lost.items() if rank not in known}
         return Outcome(times, lost)
 
-    def _play(self, source: int, target: int, size: int) -> float:
-        """Seconds (`calm`, the first left out) from the start of a message until its tiny answer is here."""
-        if self._big.numel() < size:
-            self._big = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        big, group = self._big[:size], dist.group.WORLD
-        count = repeats_of(size)
-        trips = []
-        for _ in range(count + 1):
+    def _play(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
+        """Seconds (`calm`, the first left out) from the start of a message until its tiny answer is here, of those
+        pairs in which this rank sends."""
+        rank, group = self.board.rank, dist.group.WORLD
+        sources = [source for source, target in mine if target == rank]
+        targets = [target for source, target in mine if source == rank]
+        assert not (sources and targets), f"rank {rank} sends and receives in one round: {mine}"
+        while len(self._big) < max(1, len(sources)) or self._big[0].numel() < size:
+            length = max(size, self._big[0].numel() if self._big else 0)
+            self._big = [
+                torch.zeros(length, dtype=torch.uint8, device=self.device) for _ in range(max(1, len(sources)))
+            ]
+        trips: dict[Pair, list[float]] = {(rank, target): [] for target in targets}
+        for _ in range(repeats_of(size, self.most_bytes) + 1):
             start = time.perf_counter()
-            if self.board.rank == source:
-                group.send([big], target, 0).wait()
+            sent = [group.send([self._big[0][:size]], target, 0) for target in targets]
+            coming = [group.recv([big[:size]], source, 0) for source, big in zip(sources, self._big, strict=False)]
+            for work, target in zip(sent, targets, strict=True):
+                work.wait()
                 group.recv([self._tiny], target, 0).wait()
-            else:
-                group.recv([big], source, 0).wait()
+                self._settle()
+                trips[rank, target].append(time.perf_counter() - start)
+            for work, source in zip(coming, sources, strict=True):
+                work.wait()
                 group.send([self._tiny], source, 0).wait()
             self._settle()
-            trips.append(time.perf_counter() - start)
-        return calm(trips[1:])
+        return {pair: calm(times[1:]) for pair, times in trips.items()}
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
@@ -70,7 +86,7 @@ class Wire:
         """Seconds (`calm`) of one collective over `group` on this rank; `size` is the whole tensor on one device."""
         call, warm = self._collective(operation, group, members, size), True
         times: list[float] = []
-        for _ in range(repeats_of(size) + 1):
+        for _ in range(repeats_of(size, self.most_bytes) + 1):
             start = time.perf_counter()
             call()
             self._settle()
@@ -101,6 +117,6 @@ def calm(times: Sequence[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
-def repeats_of(size: int) -> int:
+def repeats_of(size: int, most_bytes: int = MOST_BYTES) -> int:
     """How often a message of this size is sent for one measurement."""
-    return max(3, min(40, MOST_BYTES // max(1, size)))
+    return max(3, min(40, most_bytes // max(1, size)))

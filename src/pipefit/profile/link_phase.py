@@ -1,0 +1,213 @@
+"""The links' part of a profile: inside hosts, then between them, on every rail.
+
+Between hosts: first whether pairs that are measured at the same time disturb each other, then the pairs themselves
+(all, or as many rounds as it takes until the rest can be told), then what two messages at once reach through a host and
+several through a rack. Rank 0 decides what is measured next, and all do it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipefit.cluster.measured import Sharing, Uplink
+from pipefit.codec import from_data, to_data
+from pipefit.profile.adaptive import SMALL, Adaptive
+from pipefit.profile.assemble import RailNotes
+from pipefit.profile.completion import complete
+from pipefit.profile.estimate import Shape, link_logs, pair_times, tabulate
+from pipefit.profile.links import Games, LinkSurvey, survey
+from pipefit.profile.sharing import Hub, crowded, hubs, ports, racks, sharing, slowdowns, uplinks
+from pipefit.profile.state import Session
+from pipefit.profile.tournament import Pair, mixed, remixed, rounds, thinned
+from pipefit.profile.wire import MOST_BYTES, Wire
+
+PROBE = 64 * 2**10
+"""Bytes of the first messages, by which the effort is chosen."""
+
+LONGEST_S = 0.5
+"""Sizes whose message would take longer on the middle link are left out."""
+
+MEASURE_S = 0.25
+"""A measurement repeats its message for about so long."""
+
+SHARED_S = 0.03
+"""How long a message takes of which several are sent at once."""
+
+DECIDE_S = 600.0
+
+
+@dataclass(slots=True)
+class Way:
+    """How pairs are put into rounds."""
+
+    width: int
+    "Pairs at a time, at most."
+    classes: dict[int, int] = field(default_factory=dict)
+    "By rank: of each class one pair at a time leaves it; empty for no such limit."
+
+    def thin(self, games: Games) -> list[list[Pair]]:
+        return thinned(games, self.width, self.classes or None)
+
+
+def measure_links(session: Session) -> None:
+    """Fill in the session's samples of links inside and between hosts, and how they were taken."""
+    groups = [ranks for ranks in session.hosts.values() if len(ranks) > 1]
+    if groups:
+        phase, wire = "links inside hosts", Wire(session.board, session.device)
+        sizes = _settle(session, wire, mixed(groups)(0)[:1])
+        found = LinkSurvey(samples=session.found.inside)
+        survey(
+            mixed(groups), sizes, session.config.link_rounds, wire.measure,
+            found=found, after_round=_after(session, phase),
+        )  # fmt: skip
+        session.require_all(phase)
+    if len(session.hosts) > 1:
+        for rail in range(session.config.rails):
+            name = f"rail{rail}" if session.config.rails > 1 else "network"
+            ranks = [members[min(rail, len(members) - 1)] for members in session.hosts.values()]
+            BetweenHosts(session, name, ranks).measure()
+
+
+class BetweenHosts:
+    """The survey of one rail; `ranks` stand for their hosts."""
+
+    def __init__(self, session: Session, name: str, ranks: Sequence[int]) -> None:
+        self.session, self.name, self.ranks = session, name, list(ranks)
+        self.phase = f"links between hosts, {name}"
+        self.wire = Wire(session.board, session.device)
+        self.repeats = session.config.link_rounds
+        self.found = LinkSurvey(samples=session.found.rails.setdefault(name, []))
+        self.played = 0
+        "Rounds of the survey, repetitions not counted."
+
+    def measure(self) -> None:
+        """All of it."""
+        games = mixed([self.ranks])(0)
+        self.sizes = _settle(self.session, self.wire, games[:1])
+        self.session.require_all(self.phase)
+        disturbed = slowdowns(games[:2], self.shared_bytes, 3, self.wire.measure)
+        self.session.require_all(self.phase)
+        way = self._spread_out() if crowded(disturbed) else Way(len(self.ranks))
+        wanted = self.session.config.host_rounds
+        everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= SMALL)
+        shape, held_out = (None, None) if everything else self._adaptive(way, wanted)
+        if everything:
+            self._survey(lambda repeat: way.thin(mixed([self.ranks])(repeat)))
+        self.session.found.surveys[self.name] = RailNotes(
+            rounds=self.played,
+            full_rounds=len(rounds(self.ranks)),
+            repeats=self.repeats,
+            shape=shape,
+            held_out_error=held_out,
+            crowded=crowded(disturbed),
+            sharing=self._sharing(way, shape) if len(self.ranks) > 2 else None,
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """The size of messages of which several are sent at once."""
+        return int(min(max(PROBE, SHARED_S * self.wire.bytes_per_s), self.session.config.sizes_bytes[-1]))
+
+    def _survey(self, games: Callable[[int], Games], sizes: Sequence[int] = (), seed: int = 0) -> None:
+        self.played += len(games(0))
+        survey(
+            games, sizes or self.sizes, self.repeats, self.wire.measure,
+            seed=seed, found=self.found, after_round=_after(self.session, self.phase),
+        )  # fmt: skip
+        self.session.require_all(self.phase)
+
+    def _adaptive(self, way: Way, wanted: str) -> tuple[Shape | None, float | None]:
+        """Batch after batch; (how to conclude what was not measured, the error that this has)."""
+        chooser = Adaptive(self.ranks, rounds_wanted=int(wanted) if wanted != "auto" else None)
+        batch = 0
+        while games := self._agree(lambda: chooser.next_rounds(self.found.samples)):
+            mix = remixed([[(a, b) for a, b in pairs] for pairs in games], batch)
+            self._survey(lambda repeat, mix=mix: way.thin(mix(repeat)), seed=batch)  # type: ignore[misc]
+            batch += 1
+        told = self._agree(lambda: [to_data(chooser.progress.shape), chooser.progress.held_out[-1:]])
+        shape = from_data(Shape, told[0], "shape") if told[0] is not None else None
+        return shape, told[1][0] if told[1] else None
+
+    def _spread_out(self) -> Way:
+        """Who may be measured at the same time, where not all may: one pair of a rack, where racks can be told; else
+        one pair of every sixteen hosts."""
+        few = len(self.ranks) <= SMALL
+        beside, alone = LinkSurvey(), LinkSurvey()
+        size = [self.shared_bytes]
+        show = _after(self.session, f"{self.phase}: what slows others down")
+        games = mixed([self.ranks]) if few else (lambda repeat: mixed([self.ranks])(repeat)[: 4 * SMALL])
+        survey(games, size, 2, self.wire.measure, found=beside, after_round=show)
+        if few:
+            survey(thinned(games(0), 1), size, 1, self.wire.measure, found=alone, after_round=show)
+        self.session.require_all(self.phase)
+
+        def classes() -> list[int]:
+            table = tabulate(beside.samples, self.ranks)
+            crowd = link_logs(table, Shape()) if few else None
+            if crowd is None:
+                found = complete(table).alike
+            else:
+                found = racks(self.ranks, crowd.log_s, link_logs(tabulate(alone.samples, self.ranks), Shape()).log_s)
+            return list(found.classes) if found else []
+
+        labels = self._agree(classes)
+        if labels:
+            return Way(len(self.ranks), dict(zip(self.ranks, labels, strict=True)))
+        return Way(max(1, len(self.ranks) // SMALL))
+
+    def _sharing(self, way: Way, shape: Shape | None) -> Sharing:
+        """What several messages at once reach."""
+        times = pair_times(self.found.samples, self.ranks, predict=shape)
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        large = times.sizes_bytes[-1]
+        rates = {
+            (a, b): large / max(1e-9, times.time_s[-1, place[a], place[b]] - times.time_s[0, place[a], place[b]] / 2)
+            for a in self.ranks
+            for b in self.ranks
+            if a != b
+        }
+        classes = way.classes or (dict(zip(self.ranks, shape.classes, strict=True)) if shape and shape.classes else {})
+
+        def groups() -> list[Any]:
+            made = hubs(self.ranks, rates, classes or None)
+            if way.width < len(self.ranks):
+                made = [[hub] for each in made for hub in each]
+            return [[to_data(hub) for hub in each] for each in made]
+
+        told = [[from_data(Hub, hub, "hub") for hub in each] for each in self._agree(groups)]
+        size, repeats = self.shared_bytes, min(3, self.repeats)
+        found = ports(told, size, repeats, self.wire.measure)
+        names = {rank: self.session.members[rank].host for rank in self.ranks}
+        ways: list[Uplink] = []
+        if classes:
+            ways = uplinks(self.ranks, classes, names, rates, size, repeats, self.wire.measure)
+        self.session.require_all(self.phase)
+        return sharing(self.ranks, found, ways)
+
+    def _agree(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes of the samples, on all ranks."""
+        told = self.session.board.gather(make() if self.session.rank == 0 else None, DECIDE_S)
+        self.session.require_all(self.phase)
+        return told[0]
+
+
+def _settle(session: Session, wire: Wire, games: Games) -> tuple[int, ...]:
+    """Choose from a first message over some pairs how often messages are repeated, and the sizes that are measured."""
+    times = [time_s for pairs in games for time_s in wire.measure(pairs, PROBE).round_trip_s.values()]
+    if not times:
+        return session.config.sizes_bytes
+    wire.bytes_per_s = PROBE / statistics.median(times)
+    wire.most_bytes = int(min(MOST_BYTES, max(PROBE, MEASURE_S * wire.bytes_per_s)))
+    longest = max(LONGEST_S * wire.bytes_per_s, session.config.sizes_bytes[min(2, len(session.config.sizes_bytes) - 1)])
+    return tuple(size for size in session.config.sizes_bytes if size <= longest)
+
+
+def _after(session: Session, phase: str) -> Callable[[int, int, LinkSurvey], None]:
+    def after(done: int, total: int, found: LinkSurvey) -> None:
+        session.show(phase, done, total)
+        session.keep(phase)
+
+    return after

@@ -1,0 +1,208 @@
+"""Do messages slow each other down? Pairs of hosts that are measured at the same time, messages that leave or reach one
+host together, and hosts of a rack that send to others at once. Pure, as `links.py` is: asks a `measure` callable.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cluster.measured import Sharing, Uplink
+from pipefit.profile.classes import Alike, group
+from pipefit.profile.effects import Array
+from pipefit.profile.links import Measure
+from pipefit.profile.tournament import Pair
+
+SAMPLE = 8
+"""Pairs of a round that are also measured alone."""
+
+SLOWER = 1.25
+"""A pair that takes so many times longer beside others shares something with them."""
+
+TWO = 1.2
+"""Two messages at once that take so many times as long as the slower one alone share a port."""
+
+Rates = Mapping[Pair, float]
+"""Bytes per second of each ordered pair alone."""
+
+
+def slowdowns(
+    games: Sequence[Sequence[Pair]], size: int, repeats: int, measure: Measure, *, seed: int = 0
+) -> dict[Pair, float]:
+    """Time of ordered pairs beside all others of their round, over their time alone; of a sample of every round.
+
+    The fastest repetition of both counts: a disturbance only ever adds.
+    """
+    order = random.Random(seed)
+    together: dict[Pair, list[float]] = {}
+    alone: dict[Pair, list[float]] = {}
+    jobs: list[tuple[list[Pair], dict[Pair, list[float]]]] = []
+    for pairs in (pairs for pairs in games if len(pairs) > 1):
+        sample = order.sample(list(pairs), min(SAMPLE, len(pairs)))
+        for turned in (False, True):
+            jobs.append((_turned(pairs, turned), together))
+            jobs += [([pair], alone) for pair in _turned(sample, turned)]
+    for _ in range(repeats):
+        order.shuffle(jobs)
+        for pairs, found in jobs:
+            for pair, time_s in measure(pairs, size).round_trip_s.items():
+                found.setdefault(pair, []).append(time_s)
+    return {pair: min(together[pair]) / min(times) for pair, times in alone.items() if pair in together}
+
+
+def crowded(found: Mapping[Pair, float]) -> bool:
+    """Whether pairs that are measured at the same time disturb each other."""
+    return max(found.values(), default=1.0) > SLOWER
+
+
+def racks(members: Sequence[int], beside_others: Array, alone: Array) -> Alike | None:
+    """Hosts that share a way to the others: those that do not slow each other down. Logarithms of times, [source,
+    target] by place; NaN where not measured."""
+    slower = beside_others - alone
+    return group(np.where(np.eye(len(members), dtype=bool), np.nan, (slower + slower.T) / 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A host and two others that it sends to, and receives from, at once."""
+
+    middle: int
+    ends: tuple[int, int]
+
+
+def hubs(members: Sequence[int], rates: Rates, classes: Mapping[int, int] | None = None) -> list[list[Hub]]:
+    """Every member once in the middle, with the two others whose links to it are the fastest and inside its class where
+    that has three; in groups of disjoint ones, that can be measured at the same time."""
+    result: list[tuple[list[Hub], set[int]]] = []
+    for middle in members:
+        others = [member for member in members if member != middle]
+        others.sort(
+            key=lambda other: (
+                classes is not None and classes[other] != classes[middle],
+                -min(rates[middle, other], rates[other, middle]),
+            )
+        )
+        for hubs_of, used in result:
+            free = [other for other in others if other not in used]
+            near = [other for other in free if classes is None or classes[other] == classes[middle]]
+            if middle not in used and len(near) >= 2:
+                hubs_of.append(Hub(middle, (near[0], near[1])))
+                used |= {middle, near[0], near[1]}
+                break
+        else:
+            result.append(([Hub(middle, (others[0], others[1]))], {middle, others[0], others[1]}))
+    return [hubs_of for hubs_of, _ in result]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """What two messages at once reach through one host, one way."""
+
+    bytes_per_s: float
+    shared: bool
+
+
+def ports(
+    groups: Sequence[Sequence[Hub]], size: int, repeats: int, measure: Measure, *, seed: int = 0
+) -> tuple[dict[int, Port], dict[int, Port]]:
+    """(out, in) of every hub: two messages at the same time against each alone, in shuffled order."""
+    order = random.Random(seed)
+    jobs = [(group, turned, which) for group in groups for turned in (False, True) for which in ((0,), (1,), (0, 1))]
+    times: dict[tuple[int, bool, tuple[int, ...]], list[float]] = {}
+    for _ in range(repeats):
+        order.shuffle(jobs)
+        for each, turned, which in jobs:
+            ways = {hub.middle: _turned([(hub.middle, hub.ends[i]) for i in which], turned) for hub in each}
+            found = measure([way for ways_of in ways.values() for way in ways_of], size).round_trip_s
+            for middle, own in ways.items():
+                if all(way in found for way in own):
+                    times.setdefault((middle, turned, which), []).append(max(found[way] for way in own))
+    result: tuple[dict[int, Port], dict[int, Port]] = ({}, {})
+    for (middle, turned, which), taken in times.items():
+        if len(which) == 2 and (middle, turned, (0,)) in times and (middle, turned, (1,)) in times:
+            slower_s = max(min(times[middle, turned, (i,)]) for i in (0, 1))
+            result[turned][middle] = Port(2 * size / min(taken), min(taken) > TWO * slower_s)
+    return result
+
+
+def uplinks(
+    members: Sequence[int],
+    classes: Mapping[int, int],
+    names: Mapping[int, str],
+    rates: Rates,
+    size: int,
+    repeats: int,
+    measure: Measure,
+) -> list[Uplink]:
+    """What the hosts of each class of several reach together, towards and from hosts of other classes. With two classes
+    only the smaller one counts: what they share may be either's."""
+    groups: dict[int, list[int]] = {}
+    for member in members:
+        groups.setdefault(classes[member], []).append(member)
+    wanted = {label: hosts for label, hosts in groups.items() if 1 < len(hosts) < len(members)}
+    if len(groups) == 2 and len(wanted) == 2:
+        smaller = min(wanted, key=lambda label: len(wanted[label]))
+        wanted = {smaller: wanted[smaller]}
+    flows: dict[tuple[int, bool], Rates] = {}
+    for label, hosts in wanted.items():
+        pairs = _across(hosts, members, groups)
+        for turned in (False, True):
+            flows[label, turned] = _together(_turned(pairs, turned), size, repeats, measure)
+    result = []
+    for label, hosts in wanted.items():
+        up, down = (_limit(label, turned, flows, classes, rates) for turned in (False, True))
+        if up is not None or down is not None:
+            own = tuple(names[host] for host in hosts)
+            result.append(Uplink(hosts=own, up_bytes_per_s=up, down_bytes_per_s=down))
+    return result
+
+
+def _limit(
+    label: int, turned: bool, flows: Mapping[tuple[int, bool], Rates], classes: Mapping[int, int], rates: Rates
+) -> float | None:
+    """What a class's flows one way reach together, if some of them are slower than alone although the other class at
+    their other end carries more; else None: what slows them is the other's."""
+    own = flows[label, turned]
+    far = {pair: classes[pair[0] if turned else pair[1]] for pair in own}
+    for other in set(far.values()):
+        reached = sum(rate for pair, rate in own.items() if far[pair] == other)
+        alone = sum(rates[pair] for pair in own if far[pair] == other)
+        carries = sum(flows[other, not turned].values()) if (other, not turned) in flows else float("inf")
+        if reached * SLOWER < alone and reached * SLOWER < carries:
+            return sum(own.values())
+    return None
+
+
+def _across(hosts: Sequence[int], members: Sequence[int], groups: Mapping[int, Sequence[int]]) -> list[Pair]:
+    """Each host with another outside, taken from the other classes in turn."""
+    outside = [[other for other in each if other not in hosts] for each in groups.values()]
+    turns = [each[turn] for turn in range(len(members)) for each in outside if turn < len(each)]
+    return list(zip(hosts, turns, strict=False))
+
+
+def _together(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) -> Rates:
+    """Bytes per second of pairs at once, each by its fastest repetition."""
+    best: dict[Pair, float] = {}
+    for _ in range(repeats):
+        for pair, time_s in measure(pairs, size).round_trip_s.items():
+            best[pair] = max(best.get(pair, 0.0), size / time_s)
+    return best
+
+
+def sharing(members: Sequence[int], found: tuple[dict[int, Port], dict[int, Port]], ways: Sequence[Uplink]) -> Sharing:
+    """As the cluster file has it, by host."""
+    out, into = found
+    return Sharing(
+        out_bytes_per_s=tuple(out[member].bytes_per_s for member in members),
+        out_shared=tuple(out[member].shared for member in members),
+        in_bytes_per_s=tuple(into[member].bytes_per_s for member in members),
+        in_shared=tuple(into[member].shared for member in members),
+        uplinks=tuple(ways),
+    )
+
+
+def _turned(pairs: Sequence[Pair], turned: bool) -> list[Pair]:
+    return [(b, a) if turned else (a, b) for a, b in pairs]

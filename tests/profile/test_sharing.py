@@ -1,0 +1,110 @@
+"""Who slows whom down: made-up networks with ports and uplinks, in which messages share what they pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from profile_toys import Contended
+
+from pipefit.profile.estimate import Shape, link_logs, tabulate
+from pipefit.profile.links import survey
+from pipefit.profile.sharing import crowded, hubs, ports, racks, sharing, slowdowns, uplinks
+from pipefit.profile.tournament import Pair, mixed, thinned
+
+SIZE = 2**20
+
+
+def rates_of(network: Contended) -> dict[Pair, float]:
+    count = range(network.count)
+    return {(a, b): network.rate([(a, b)])[a, b] for a in count for b in count if a != b}
+
+
+def logs(network: Contended, games: Sequence[Sequence[Pair]]) -> np.ndarray:
+    found = survey(games, [SIZE], 2, network.measure)
+    return link_logs(tabulate(found.samples, range(network.count)), Shape()).log_s
+
+
+@pytest.mark.parametrize("rack", [0, 4])
+def test_pairs_that_share_an_uplink_are_noticed(rack: int) -> None:
+    network = Contended(16, rack=rack, uplink=1e9)
+    found = slowdowns(mixed([range(16)])(0)[:2], SIZE, 3, network.measure)
+    assert crowded(found) == bool(rack)
+    assert len(found) == 32
+    if rack:
+        assert max(found.values()) == pytest.approx(4, rel=0.5)
+
+
+def test_one_pair_alone_is_never_a_crowd() -> None:
+    assert not crowded(slowdowns(mixed([range(3)])(0), SIZE, 2, Contended(3, noise=0.5).measure))
+
+
+def test_racks_are_found_by_who_slows_whom_down_though_all_links_differ() -> None:
+    network = Contended(16, rack=4, uplink=5e8, spread=0.5, noise=0.03)
+    games = mixed([range(16)])(0)
+    found = racks(range(16), logs(network, games), logs(network, thinned(games, 1)))
+    assert found is not None
+    assert [len({found.classes[h] for h in range(r, r + 4)}) for r in range(0, 16, 4)] == [1] * 4
+    assert len(set(found.classes)) == 4
+    calm = Contended(16, spread=0.5, noise=0.03)
+    assert racks(range(16), logs(calm, games), logs(calm, thinned(games, 1))) is None
+
+
+def test_rounds_are_thinned_so_that_one_pair_leaves_a_rack() -> None:
+    games = mixed([range(16)])(0)
+    classes = {h: h // 4 for h in range(16)}
+    thin = thinned(games, 16, classes)
+    assert sorted(sorted(pair) for pairs in thin for pair in pairs) == sorted(
+        sorted(pair) for pairs in games for pair in pairs
+    )
+    for pairs in thin:
+        leaving = [classes[h] for pair in pairs for h in pair if len({classes[m] for m in pair}) > 1]
+        assert len(leaving) == len(set(leaving))
+    network = Contended(16, rack=4, uplink=1e9)
+    assert not crowded(slowdowns(thin[:6], SIZE, 3, network.measure))
+    assert all(len(pairs) <= 3 for pairs in thinned(games, 3))
+
+
+@pytest.mark.parametrize("port", [1e9, 1e12])
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_ports_are_told_from_limits_of_pairs(count: int, port: float) -> None:
+    """One GB/s a pair: through a port of as much two messages take twice the time, else each takes its own."""
+    network = Contended(count, port=port)
+    groups = hubs(range(count), rates_of(network))
+    assert sorted(hub.middle for group in groups for hub in group) == list(range(count))
+    for group in groups:
+        used = [h for hub in group for h in (hub.middle, *hub.ends)]
+        assert len(used) == len(set(used))
+    assert len(groups) <= 6
+    out, into = ports(groups, SIZE, 3, network.measure)
+    for found in (out, into):
+        for each in found.values():
+            assert each.shared == (port == 1e9)
+            assert each.bytes_per_s == pytest.approx(1e9 if port == 1e9 else 2e9, rel=0.1)
+    kept = sharing(range(count), (out, into), [])
+    assert all(kept.out_shared) == (port == 1e9) and len(kept.in_bytes_per_s) == count
+
+
+def test_one_slow_port_is_found_among_others() -> None:
+    network = Contended(8, port=3e9)
+    network.port[5] = 5e8
+    out, _ = ports(hubs(range(8), rates_of(network)), SIZE, 3, network.measure)
+    assert [h for h, each in out.items() if each.shared] == [5]
+    assert out[5].bytes_per_s == pytest.approx(5e8, rel=0.1)
+
+
+def test_uplinks_carry_what_is_found() -> None:
+    network = Contended(12, rack=4, uplink=1.5e9)
+    network.up[1], network.down[1] = 1e12, 1e12
+    classes = {h: h // 4 for h in range(12)}
+    names = {h: f"host{h}" for h in range(12)}
+    found = uplinks(range(12), classes, names, rates_of(network), SIZE, 2, network.measure)
+    assert [each.hosts for each in found] == [tuple(f"host{h}" for h in range(r, r + 4)) for r in (0, 8)]
+    for each in found:
+        assert each.up_bytes_per_s == pytest.approx(1.5e9, rel=0.1)
+        assert each.down_bytes_per_s == pytest.approx(1.5e9, rel=0.1)
+    small = Contended(12, rack=8, uplink=1.2e9)
+    two = uplinks(range(12), {h: h // 8 for h in range(12)}, names, rates_of(small), SIZE, 2, small.measure)
+    assert [each.hosts for each in two] == [("host8", "host9", "host10", "host11")], "of two, the smaller is the rack"
+    assert two[0].up_bytes_per_s == pytest.approx(1.2e9, rel=0.1)
