@@ -148,26 +148,29 @@ def test_changing_step_by_step_is_exactly_working_out_anew(name: str) -> None:
     set_moves(searcher.arena, block_moves(question.devices, question.shape, question.links, racks))
     searcher.estimate(question.devices)
     changed = 0
-    for _ in range(200):
+    for number in range(200):
         before = [searcher.arena.ints(field).copy() for field in FIELDS]
         count = run["propose"](random, *arrays)
-        run["keep_values"](arrays[0], arrays[2])
         run["exchange"](0, count, arrays[0], arrays[2])
         if arrays[2][ARRIVED]:
             count = run["repair_both"](count, random, arrays[0], arrays[2])
         run["refresh"](count, *arrays)
-        after = [searcher.arena.ints(field).copy() for field in FIELDS]
-        assert sorted(after[0].tolist()) == sorted(question.devices.tolist())
-        changed += bool((after[0] != before[0]).any())
-        if changed % 3 == 0:
-            run["take_back"](count, arrays[0], arrays[2])
+        if number % 3 == 0:
+            run["would_be"](0, arrays[0], arrays[2])
+            run["exchange_back"](count, arrays[0], arrays[2])
             for field, values in zip(FIELDS, before, strict=True):
                 assert (searcher.arena.ints(field) == values).all(), "taking back leaves nothing behind"
             continue
-        searcher.estimate(after[0])
-        for field, values in zip(FIELDS, after, strict=True):
-            used = int(searcher.arena.at[USED]) if field == VALUE else len(values)
-            assert (searcher.arena.ints(field)[:used] == values[:used]).all()
+        estimate = run["would_be"](np.inf, arrays[0], arrays[2])
+        run["commit"](arrays[0], arrays[2])
+        after = [searcher.arena.ints(field).copy() for field in FIELDS]
+        assert sorted(after[0].tolist()) == sorted(question.devices.tolist())
+        changed += bool((after[0] != before[0]).any())
+        if number % 3 == 1:
+            assert searcher.estimate(after[0]) == estimate
+            for field, values in zip(FIELDS, after, strict=True):
+                used = int(searcher.arena.at[USED]) if field == VALUE else len(values)
+                assert (searcher.arena.ints(field)[:used] == values[:used]).all()
     assert changed > 100
     assert not searcher.arena.ints(LOAD).any(), "scratch is left clean"
 

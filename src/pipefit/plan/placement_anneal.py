@@ -43,7 +43,6 @@ from pipefit.plan.placement_arena import (
     RACK_SIZE,
     RAIL,
     REPLICAS,
-    SAVED,
     SHARDS,
     SLOT_OF,
     SLOTS,
@@ -51,16 +50,12 @@ from pipefit.plan.placement_arena import (
     TARGET,
     TERM_START,
     TERMS,
-    UNDO,
-    UNDO_ENTRY,
-    UNDO_X,
     UNTIL,
-    USED,
     VALUE,
     WEIGHT,
     X,
 )
-from pipefit.plan.placement_kernel import exchange, exchange_back, largest, refresh, slot_cost
+from pipefit.plan.placement_kernel import commit, exchange, exchange_back, refresh, slot_cost, would_be
 
 REPAIRS = 16
 """Pipelines that are tried when a device has come to a lane."""
@@ -296,23 +291,6 @@ def may_move(count: int, whole: Any, at: Any) -> bool:
     return True
 
 
-def keep_values(whole: Any, at: Any) -> None:
-    """Remember the values of all cuts, for `take_back`."""
-    for cut in range(at[USED]):
-        whole[at[SAVED] + cut] = whole[at[VALUE] + cut]
-
-
-def take_back(count: int, whole: Any, at: Any) -> None:
-    """Undo the last move."""
-    exchange_back(count, whole, at)
-    for i in range(at[UNDO]):
-        last = at[UNDO] - 1 - i
-        entry = whole[at[UNDO_ENTRY] + last]
-        whole[at[X] + entry] = whole[at[UNDO_X] + last]
-    for cut in range(at[USED]):
-        whole[at[VALUE] + cut] = whole[at[SAVED] + cut]
-
-
 def anneal(
     count: int,
     control: Any,
@@ -326,28 +304,27 @@ def anneal(
     """`count` moves from where the state stands. `control`: temperature in ticks (it goes on falling in the next
     call), factor a move, the best estimate so far (in ticks; `best_device` is its placement). Returns the estimate
     where it ends."""
-    now = largest(whole, at)
+    now = whole[at[VALUE] + at[LEADING]]
     temperature, factor = control[0], control[1]
     for _ in range(count):
         temperature *= factor
         changed = propose(random, whole, real, at)
         if changed == 0 or not may_move(changed, whole, at):
             continue
-        keep_values(whole, at)
-        leading = at[LEADING]
         exchange(0, changed, whole, at)
         if at[ARRIVED] == 1:
             changed = repair_both(changed, random, whole, at)
         refresh(changed, whole, real, at)
-        new = largest(whole, at)
-        if new <= now or new - now < temperature * exponential[draw(random, len(exponential))]:
+        limit = now + temperature * exponential[draw(random, len(exponential))]
+        new = would_be(limit, whole, at)
+        if new < limit:
+            commit(whole, at)
             now = new
             if new < control[2]:
                 control[2] = new
                 for slot in range(len(best_device)):
                     best_device[slot] = whole[at[DEVICE] + slot]
         else:
-            at[LEADING] = leading
-            take_back(changed, whole, at)
+            exchange_back(changed, whole, at)
     control[0] = temperature
-    return now
+    return int(now)

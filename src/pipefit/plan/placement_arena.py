@@ -25,42 +25,46 @@ from pipefit.plan.placement_links import Ints
     DEVICES, HOSTS, MATRICES, RAILS, SINGLE, KINDS,
     LANE_COUNT, REPLICAS, SHARDS, SLOTS, FLOWS, MESSAGES, TERMS, ENTRIES, CUT_ROOM,
     LEVELS, RACK_COUNT, RACK_SIZE, FIRST_LEVEL, AIMED,
-    STAMP, UNDO, USED, LEADING, KEEPS, ARRIVED,
-) = range(26)  # fmt: skip
+    STAMP, CHANGES, USED, LEADING, KEEPS, ARRIVED, TOUCHED, NEW_LEADING,
+) = range(28)  # fmt: skip
 """Numbers: sizes of the cluster and of the plan; what moves may do; and, changing as the search goes on, the number of
-the move, how many entries it changed, how many cuts count, which of them is the largest, whether the move leaves every
-lane its devices, and whether it is a swap of two devices."""
+the move, how many entries it changes, how many cuts count, which of them is the largest, whether the move leaves every
+lane its devices, whether it is a swap of two devices, how many flows it touches, and which cut leads after it."""
 
-HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(26, 35)
+HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(28, 37)
 """Links: [device], [device], [rail], [rail], [matrix, host, host], [size, matrix, host, host], [host], [size, host],
 [device]. See `placement_links.Links`."""
 
-FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(35, 42)
+FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(37, 44)
 """Transfers: [flow + 1], [message] four times, [slot + 1], the messages of every slot."""
 
-TERM_START, PASSES, MORE, LINE_START, ROW_START, ROW_TIME, ALLOWED = range(42, 49)
+TERM_START, PASSES, MORE, LINE_START, ROW_START, ROW_TIME, ALLOWED = range(44, 51)
 """Lanes: [lane + 1], [term], [term], [term + 1], [lane + 1], [row, kind], [lane + 1, kind]. See `placement_shape`."""
 
-BLOCK_START, BLOCKS, BLOCK_WIDTH, BLOCK_SLOTS, BLOCK_OF, RACK_DEVICES, UNTIL = range(49, 56)
+BLOCK_START, BLOCKS, BLOCK_WIDTH, BLOCK_SLOTS, BLOCK_OF, RACK_DEVICES, UNTIL = range(51, 58)
 """Moves: [level] three times, [block, slot] of all levels, [level, slot], [rack, device], [kind of move]."""
 
-WEIGHT, CONSTANT = 56, 57
+WEIGHT, CONSTANT = 58, 59
 """Cuts: [entry, cut], [cut]."""
 
-DEVICE, SLOT_OF, MESSAGE_BUSY, MESSAGE_LATENCY, ORDER, X, VALUE, SAVED, LOAD = range(58, 67)
+DEVICE, SLOT_OF, MESSAGE_BUSY, MESSAGE_LATENCY, ORDER, X, VALUE, TOP, LOAD = range(60, 69)
 """State: the device at every slot, the slot of every device, ticks of every message twice, [lane, shard, replica] the
-slots of a lane by device, [entry], [cut] twice (the second: before the move), [port] scratch, left 0."""
+slots of a lane by device, [entry], [cut], [flow, 4] the most ticks its ports are busy, the message that is, its most
+latency, the message that has it; [port] scratch, left 0."""
 
-MOVED_SLOT, MOVED_DEVICE, SEEN_FLOW, SEEN_LANE, FLOW_LIST, LANE_LIST, UNDO_ENTRY, UNDO_X = range(67, 75)
-"""Scratch of a move: slots and their new devices, what was touched, what to undo."""
+MOVED_SLOT, MOVED_DEVICE, SEEN_FLOW, SEEN_LANE, FLOW_LIST, LANE_LIST = range(69, 75)
+"""Scratch of a move: slots and their new devices, what was touched."""
 
-PER_BYTE, INSIDE_PER_BYTE, LATENCY_FACTOR, BYTE_FACTOR, BYTES, SHARE, LINE_SHARE, LINE_BESIDE = range(75, 83)
+CHANGED_ENTRY, CHANGED_BY, NEW_VALUE, NEW_TOP, RESCAN = range(75, 80)
+"""What a move would change: entries of x and by how much, [cut], [flow, 4], and whether to go through a flow."""
+
+PER_BYTE, INSIDE_PER_BYTE, LATENCY_FACTOR, BYTE_FACTOR, BYTES, SHARE, LINE_SHARE, LINE_BESIDE = range(80, 88)
 """In `real`: [matrix, host, host], [host], [term] four times, [line] twice."""
 
-RING, LOAD_PER_BYTE = 83, 84
-"""In `real`: ten facts of the rings of a lane (`placement_kernel.ring_facts`), and [port] scratch."""
+RING, LOAD_PER_BYTE = 88, 89
+"""In `real`: ten facts of the rings of a lane (`placement_rings.ring_facts`), and [port] scratch."""
 
-COUNT = 85
+COUNT = 90
 
 
 @dataclass(frozen=True, slots=True)

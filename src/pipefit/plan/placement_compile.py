@@ -8,10 +8,13 @@ from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
-from pipefit.plan import placement_anneal, placement_kernel
+from pipefit.plan import placement_anneal, placement_kernel, placement_rings
 
 Functions = Mapping[str, Callable[..., Any]]
 
+
+MODULES = (placement_rings, placement_kernel, placement_anneal)
+"""Whose functions they are."""
 
 OUTER = ("anneal", "recompute")
 """The functions that are called from Python."""
@@ -19,17 +22,15 @@ OUTER = ("anneal", "recompute")
 
 @lru_cache(maxsize=2)
 def functions(compiled: bool) -> Functions:
-    """Every function of `placement_kernel` and `placement_anneal`. Compiled ones are kept on disk by numba; the first
-    call on a machine takes some seconds.
+    """Every function of MODULES. Compiled ones are kept on disk by numba; the first call on a machine takes some
+    seconds.
 
     A function names the others as globals; its compiled twin needs globals in which these names are compiled ones.
     """
-    scope: dict[str, Any] = {**vars(placement_kernel), **vars(placement_anneal)}
+    scope: dict[str, Any] = {name: value for module in MODULES for name, value in vars(module).items()}
+    own = {module.__name__ for module in MODULES}
     plain = {
-        name: value
-        for name, value in scope.items()
-        if isinstance(value, FunctionType)
-        and value.__module__ in (placement_kernel.__name__, placement_anneal.__name__)
+        name: value for name, value in scope.items() if isinstance(value, FunctionType) and value.__module__ in own
     }
     if not compiled:
         return plain

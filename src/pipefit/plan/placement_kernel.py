@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pipefit.plan.placement_arena import (
     BUSY,
-    BYTE_FACTOR,
-    BYTES,
+    CHANGED_BY,
+    CHANGED_ENTRY,
+    CHANGES,
     CONSTANT,
     CUT_ROOM,
     DEVICE,
@@ -26,42 +29,32 @@ from pipefit.plan.placement_arena import (
     HOSTS,
     INSIDE_BUSY,
     INSIDE_LATENCY,
-    INSIDE_PER_BYTE,
     KEEPS,
     KIND,
     KINDS,
     LANE_COUNT,
     LANE_LIST,
     LATENCY,
-    LATENCY_FACTOR,
     LEADING,
-    LINE_BESIDE,
-    LINE_SHARE,
-    LINE_START,
     LOAD,
-    LOAD_PER_BYTE,
     MATRICES,
     MATRIX,
     MESSAGE_BUSY,
     MESSAGE_LATENCY,
     MESSAGES,
-    MORE,
     MOVED_DEVICE,
     MOVED_SLOT,
-    ORDER,
-    PASSES,
-    PER_BYTE,
+    NEW_LEADING,
+    NEW_TOP,
+    NEW_VALUE,
     RAIL,
-    RAILS,
     REPLICAS,
-    RING,
+    RESCAN,
     ROW_START,
     ROW_TIME,
     SEEN_FLOW,
     SEEN_LANE,
     SHARDS,
-    SHARE,
-    SHARED,
     SINGLE,
     SIZE,
     SLOT_MESSAGES,
@@ -73,50 +66,14 @@ from pipefit.plan.placement_arena import (
     TARGET,
     TERM_START,
     TERMS,
-    UNDO,
-    UNDO_ENTRY,
-    UNDO_X,
+    TOP,
+    TOUCHED,
     USED,
     VALUE,
     WEIGHT,
     X,
 )
-from pipefit.plan.placement_links import TICK_S
-
-
-def add_load(a: int, b: int, amount: Any, load: Any, base: int, whole: Any, at: Any) -> Any:
-    """Add to the ports that a message from device `a` to device `b` keeps busy; the larger of their loads. The loads
-    stand in the arena `load` from `base` on.
-
-    Ports: [device] inside its host, [device] of its own between hosts, [host, rail] out, [host, rail] in.
-    """
-    from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
-    if from_host == to_host:
-        load[base + a] += amount
-        return load[base + a]
-    rail = whole[at[RAIL] + a]
-    if whole[at[SHARED] + rail] == 0:
-        load[base + at[DEVICES] + a] += amount
-        return load[base + at[DEVICES] + a]
-    ports = base + 2 * at[DEVICES] + rail
-    out, into = ports + from_host * at[RAILS], ports + (at[HOSTS] + to_host) * at[RAILS]
-    load[out] += amount
-    load[into] += amount
-    return max(load[out], load[into])
-
-
-def clear_load(a: int, b: int, load: Any, base: int, whole: Any, at: Any) -> None:
-    """Set to zero what `add_load` added to."""
-    load[base + a] = 0
-    load[base + at[DEVICES] + a] = 0
-    ports = base + 2 * at[DEVICES] + whole[at[RAIL] + a]
-    load[ports + whole[at[HOST] + a] * at[RAILS]] = 0
-    load[ports + (at[HOSTS] + whole[at[HOST] + b]) * at[RAILS]] = 0
-
-
-def ring_device(lane: int, shard: int, i: int, whole: Any, at: Any) -> int:
-    """The i-th device of a lane's ring, in ascending order."""
-    return int(whole[at[DEVICE] + whole[at[ORDER] + (lane * at[SHARDS] + shard) * at[REPLICAS] + i]])
+from pipefit.plan.placement_rings import add_load, clear_load, ring_facts, term_ticks
 
 
 def link_ticks(a: int, b: int, size: int, whole: Any, at: Any) -> tuple[int, int]:
@@ -171,139 +128,61 @@ def flow_port(flow: int, whole: Any, at: Any) -> int:
     return most
 
 
-def sort_rings(lane: int, whole: Any, at: Any) -> None:
-    """Bring the lane's slots into the order of their devices. Mostly they are nearly so from the last time."""
-    for shard in range(at[SHARDS]):
-        first = at[ORDER] + (lane * at[SHARDS] + shard) * at[REPLICAS]
-        for i in range(first + 1, first + at[REPLICAS]):
-            slot = whole[i]
-            device = whole[at[DEVICE] + slot]
-            j = i - 1
-            while j >= first and whole[at[DEVICE] + whole[j]] > device:
-                whole[j + 1] = whole[j]
-                j -= 1
-            whole[j + 1] = slot
-
-
-def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
-    """Latency and load of the rings through every `step`-th device of the lane's sorted rings: flat for 1. Fills the
-    facts 1 and 2 for step 1, else 8 and 9."""
-    most, latency = 0.0, 0
-    hosts, replicas = at[HOSTS], at[REPLICAS]
-    for shard in range(at[SHARDS]):
-        first = at[ORDER] + (lane * at[SHARDS] + shard) * replicas
-        for i in range(replicas):
-            after = i + step if i + step < replicas else i + step - replicas
-            a, b = whole[at[DEVICE] + whole[first + i]], whole[at[DEVICE] + whole[first + after]]
-            from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
-            if from_host == to_host:
-                wait, per_byte = whole[at[INSIDE_LATENCY] + from_host], real[at[INSIDE_PER_BYTE] + from_host]
-            else:
-                link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * hosts + from_host) * hosts + to_host
-                wait, per_byte = whole[at[LATENCY] + link], real[at[PER_BYTE] + link]
-            if at[SINGLE] == 0:
-                per_byte = add_load(a, b, per_byte, real, at[LOAD_PER_BYTE], whole, at)
-            most, latency = max(most, per_byte), max(latency, wait)
-    if at[SINGLE] == 0:
-        for shard in range(at[SHARDS]):
-            for i in range(replicas):
-                a = ring_device(lane, shard, i, whole, at)
-                b = ring_device(lane, shard, (i + step) % replicas, whole, at)
-                clear_load(a, b, real, at[LOAD_PER_BYTE], whole, at)
-    fact = at[RING] + (1 if step == 1 else 8)
-    real[fact] = latency
-    real[fact + 1] = most
-
-
-def ring_levels(lane: int, whole: Any, real: Any, at: Any) -> int:
-    """Devices of each ring on each of its hosts, if that is one number above 1 and there are several hosts; else 0.
-    Fills 5 and 6 of the facts: the rings inside the hosts (`cost.collectives`)."""
-    per_host = 0
-    latency, per_byte = 0, 0.0
-    for shard in range(at[SHARDS]):
-        run = 0
-        for i in range(at[REPLICAS]):
-            host = whole[at[HOST] + ring_device(lane, shard, i, whole, at)]
-            run += 1
-            last = i + 1 == at[REPLICAS]
-            if last or whole[at[HOST] + ring_device(lane, shard, i + 1, whole, at)] != host:
-                if per_host == 0:
-                    per_host = run
-                if run != per_host or run == 1 or run == at[REPLICAS]:
-                    return 0
-                run = 0
-                latency = max(latency, whole[at[INSIDE_LATENCY] + host])
-                per_byte = max(per_byte, real[at[INSIDE_PER_BYTE] + host])
-    real[at[RING] + 5] = latency
-    real[at[RING] + 6] = per_byte
-    return per_host
-
-
-def ring_facts(lane: int, whole: Any, real: Any, at: Any) -> None:
-    """Fill the facts: 0 hops, 1 latency, 2 seconds a byte of the flat rings; 3 devices on each host or 0; if not 0,
-    4 hops, 5 latency, 6 seconds a byte inside the hosts, 7, 8 and 9 the same between them."""
-    sort_rings(lane, whole, at)
-    ring_hops(lane, 1, whole, real, at)
-    per_host = ring_levels(lane, whole, real, at) if at[SINGLE] == 0 else 0
-    real[at[RING]] = at[REPLICAS]
-    real[at[RING] + 3] = per_host
-    if per_host > 0:
-        ring_hops(lane, per_host, whole, real, at)
-        real[at[RING] + 4] = per_host
-        real[at[RING] + 7] = at[REPLICAS] // per_host
-
-
-def pass_ticks(first: int, total_bytes: float, latency_factor: float, byte_factor: float, real: Any, at: Any) -> float:
-    """One pass of rings whose facts stand from `first` on: `cost.network.RingTime.pass_s`, in ticks."""
-    facts = at[RING] + first
-    hops = real[facts]
-    if hops <= 1:
-        return 0.0
-    seconds = total_bytes / hops * real[facts + 2] * byte_factor
-    return float((hops - 1) * (real[facts + 1] * latency_factor + seconds / TICK_S))
-
-
-def term_ticks(term: int, whole: Any, real: Any, at: Any) -> int:
-    """What is left of a collective, given the facts of its lane's rings: `cost.collectives`, `cost.overlap`."""
-    total_bytes = real[at[BYTES] + term]
-    latency_factor, byte_factor = real[at[LATENCY_FACTOR] + term], real[at[BYTE_FACTOR] + term]
-    one = pass_ticks(0, total_bytes, latency_factor, byte_factor, real, at)
-    per_host = real[at[RING] + 3]
-    if per_host > 0:
-        across = pass_ticks(7, total_bytes / per_host, latency_factor, byte_factor, real, at)
-        one = min(one, across + pass_ticks(4, total_bytes, latency_factor, byte_factor, real, at))
-    once = whole[at[PASSES] + term] * one + whole[at[MORE] + term]
-    left = 0.0
-    for line in range(whole[at[LINE_START] + term], whole[at[LINE_START] + term + 1]):
-        left = max(left, real[at[LINE_SHARE] + line] * once - real[at[LINE_BESIDE] + line])
-    return int(once - real[at[SHARE] + term] * (once - left) + 0.5)
-
-
-def set_x(entry: int, ticks: int, whole: Any, at: Any) -> None:
-    """Change one entry of x, and the value of every cut with it."""
+def note_x(entry: int, ticks: int, whole: Any, at: Any) -> None:
+    """Write down that one entry of x would change: nothing else changes yet."""
     change = ticks - whole[at[X] + entry]
-    if change == 0:
-        return
-    whole[at[UNDO_ENTRY] + at[UNDO]] = entry
-    whole[at[UNDO_X] + at[UNDO]] = whole[at[X] + entry]
-    at[UNDO] += 1
-    whole[at[X] + entry] = ticks
-    weights, values = at[WEIGHT] + entry * at[CUT_ROOM], at[VALUE]
-    for cut in range(at[USED]):
-        whole[values + cut] += whole[weights + cut] * change
+    if change != 0:
+        whole[at[CHANGED_ENTRY] + at[CHANGES]] = entry
+        whole[at[CHANGED_BY] + at[CHANGES]] = change
+        at[CHANGES] += 1
+
+
+def touch_flow(flow: int, flows: int, whole: Any, at: Any) -> int:
+    """Take up a flow that a move touches: what its slowest messages are now. The number of flows taken up."""
+    if whole[at[SEEN_FLOW] + flow] == at[STAMP]:
+        return flows
+    whole[at[SEEN_FLOW] + flow] = at[STAMP]
+    whole[at[FLOW_LIST] + flows] = flow
+    for fact in range(4):
+        whole[at[NEW_TOP] + 4 * flow + fact] = whole[at[TOP] + 4 * flow + fact]
+    whole[at[RESCAN] + flow] = 1 - at[SINGLE]
+    return flows + 1
+
+
+def update_flow(flow: int, message: int, whole: Any, at: Any) -> None:
+    """A message of a flow that was taken up has changed. The facts follow, unless the largest may have shrunk: then
+    `rescan` is set."""
+    top = at[NEW_TOP] + 4 * flow
+    for time, fact in ((MESSAGE_BUSY, top), (MESSAGE_LATENCY, top + 2)):
+        ticks = whole[at[time] + message]
+        if ticks >= whole[fact]:
+            whole[fact] = ticks
+            whole[fact + 1] = message
+        elif whole[fact + 1] == message:
+            whole[at[RESCAN] + flow] = 1
+
+
+def scan_flow(flow: int, whole: Any, at: Any) -> None:
+    """The facts of a flow from all of its messages."""
+    top = at[NEW_TOP] + 4 * flow
+    for time, fact in ((MESSAGE_BUSY, top), (MESSAGE_LATENCY, top + 2)):
+        most, slowest = 0, -1
+        for message in range(whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]):
+            if whole[at[time] + message] > most:
+                most, slowest = whole[at[time] + message], message
+        whole[fact] = most
+        whole[fact + 1] = slowest
+    if at[SINGLE] == 0:
+        whole[top] = flow_port(flow, whole, at)
 
 
 def refresh_flow(flow: int, whole: Any, at: Any) -> None:
-    """Work out one flow again: its whole time and its port time."""
-    begin, end = whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]
-    port, latency = 0, 0
-    for message in range(begin, end):
-        port = max(port, whole[at[MESSAGE_BUSY] + message])
-        latency = max(latency, whole[at[MESSAGE_LATENCY] + message])
-    if at[SINGLE] == 0:
-        port = flow_port(flow, whole, at)
-    set_x(flow, port + latency, whole, at)
-    set_x(at[FLOWS] + flow, port, whole, at)
+    """Note the whole time and the port time of a flow that was taken up."""
+    if whole[at[RESCAN] + flow] == 1:
+        scan_flow(flow, whole, at)
+    port = whole[at[NEW_TOP] + 4 * flow]
+    note_x(flow, port + whole[at[NEW_TOP] + 4 * flow + 2], whole, at)
+    note_x(at[FLOWS] + flow, port, whole, at)
 
 
 def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
@@ -312,14 +191,14 @@ def refresh_lane(lane: int, whole: Any, real: Any, at: Any) -> None:
     if whole[at[TERM_START] + lane] < whole[at[TERM_START] + lane + 1]:
         ring_facts(lane, whole, real, at)
         for term in range(whole[at[TERM_START] + lane], whole[at[TERM_START] + lane + 1]):
-            set_x(first + term, term_ticks(term, whole, real, at), whole, at)
+            note_x(first + term, term_ticks(term, whole, real, at), whole, at)
     first += at[TERMS]
     width = at[REPLICAS] * at[SHARDS]
     for row in range(whole[at[ROW_START] + lane], whole[at[ROW_START] + lane + 1]):
         most = 0
         for slot in range(lane * width, (lane + 1) * width):
             most = max(most, whole[at[ROW_TIME] + row * at[KINDS] + whole[at[KIND] + whole[at[DEVICE] + slot]]])
-        set_x(first + row, most, whole, at)
+        note_x(first + row, most, whole, at)
 
 
 def exchange(first: int, count: int, whole: Any, at: Any) -> None:
@@ -355,9 +234,9 @@ def read_slot(slot: int, whole: Any, at: Any) -> None:
 
 
 def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
-    """Work out again what the first `count` moved slots touch."""
+    """Work out again what the first `count` moved slots touch: notes the entries of x that would change."""
     at[STAMP] += 1
-    at[UNDO] = 0
+    at[CHANGES] = 0
     stamp = at[STAMP]
     width = at[REPLICAS] * at[SHARDS]
     flows, lanes = 0, 0
@@ -370,26 +249,59 @@ def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
                 whole[at[LANE_LIST] + lanes] = lane
                 lanes += 1
             for entry in range(whole[at[SLOT_START] + slot], whole[at[SLOT_START] + slot + 1]):
-                flow = whole[at[FLOW_OF] + whole[at[SLOT_MESSAGES] + entry]]
-                if whole[at[SEEN_FLOW] + flow] != stamp:
-                    whole[at[SEEN_FLOW] + flow] = stamp
-                    whole[at[FLOW_LIST] + flows] = flow
-                    flows += 1
+                message = whole[at[SLOT_MESSAGES] + entry]
+                flow = whole[at[FLOW_OF] + message]
+                flows = touch_flow(flow, flows, whole, at)
+                update_flow(flow, message, whole, at)
+    at[TOUCHED] = flows
     for i in range(flows):
         refresh_flow(whole[at[FLOW_LIST] + i], whole, at)
     for i in range(lanes):
         refresh_lane(whole[at[LANE_LIST] + i], whole, real, at)
 
 
-def largest(whole: Any, at: Any) -> int:
-    """The estimate: the largest value of a cut. Remembers which one."""
-    best = whole[at[VALUE]]
-    at[LEADING] = 0
-    for cut in range(1, at[USED]):
-        if whole[at[VALUE] + cut] > best:
-            best = whole[at[VALUE] + cut]
-            at[LEADING] = cut
-    return int(best)
+def value_of(cut: int, whole: Any, at: Any) -> int:
+    """The value of a cut with the noted changes."""
+    value = whole[at[VALUE] + cut]
+    for i in range(at[CHANGES]):
+        weight = whole[at[WEIGHT] + whole[at[CHANGED_ENTRY] + i] * at[CUT_ROOM] + cut]
+        value += weight * whole[at[CHANGED_BY] + i]
+    return int(value)
+
+
+def would_be(limit: Any, whole: Any, at: Any) -> int:
+    """The estimate with the noted changes, or some value not below `limit` where it is not: the cut that leads now,
+    and others from the first on, are worked out until one reaches it."""
+    leading = at[LEADING]
+    best = value_of(leading, whole, at)
+    whole[at[NEW_VALUE] + leading] = best
+    at[NEW_LEADING] = leading
+    if best >= limit:
+        return best
+    for cut in range(at[USED]):
+        if cut != leading:
+            value = value_of(cut, whole, at)
+            whole[at[NEW_VALUE] + cut] = value
+            if value > best:
+                best = value
+                at[NEW_LEADING] = cut
+                if best >= limit:
+                    break
+    return best
+
+
+def commit(whole: Any, at: Any) -> None:
+    """The noted changes hold from now on. After `would_be` below its limit."""
+    for i in range(at[CHANGES]):
+        whole[at[X] + whole[at[CHANGED_ENTRY] + i]] += whole[at[CHANGED_BY] + i]
+    at[CHANGES] = 0
+    for cut in range(at[USED]):
+        whole[at[VALUE] + cut] = whole[at[NEW_VALUE] + cut]
+    at[LEADING] = at[NEW_LEADING]
+    for i in range(at[TOUCHED]):
+        flow = whole[at[FLOW_LIST] + i]
+        for fact in range(4 * flow, 4 * flow + 4):
+            whole[at[TOP] + fact] = whole[at[NEW_TOP] + fact]
 
 
 def recompute(whole: Any, real: Any, at: Any) -> int:
@@ -402,11 +314,14 @@ def recompute(whole: Any, real: Any, at: Any) -> int:
         whole[at[VALUE] + cut] = whole[at[CONSTANT] + cut]
     for entry in range(at[ENTRIES]):
         whole[at[X] + entry] = 0
-    at[UNDO] = 0
+    at[CHANGES], at[STAMP], at[TOUCHED] = 0, at[STAMP] + 1, at[FLOWS]
     for flow in range(at[FLOWS]):
+        touch_flow(flow, flow, whole, at)
+        whole[at[RESCAN] + flow] = 1
         refresh_flow(flow, whole, at)
-        at[UNDO] = 0
     for lane in range(at[LANE_COUNT]):
         refresh_lane(lane, whole, real, at)
-        at[UNDO] = 0
-    return largest(whole, at)
+    at[LEADING] = 0
+    best = would_be(np.inf, whole, at)
+    commit(whole, at)
+    return best

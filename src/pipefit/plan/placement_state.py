@@ -110,7 +110,7 @@ def _scratch(question: Question) -> dict[int, Ints]:
         names.MESSAGE_LATENCY: len(shape.source),
         names.X: question.entries,
         names.VALUE: CUTS,
-        names.SAVED: CUTS,
+        names.TOP: 4 * question.flows,
         names.LOAD: _ports(question),
         names.MOVED_SLOT: devices + 8,
         names.MOVED_DEVICE: devices + 8,
@@ -118,8 +118,11 @@ def _scratch(question: Question) -> dict[int, Ints]:
         names.SEEN_LANE: shape.lanes,
         names.FLOW_LIST: question.flows,
         names.LANE_LIST: shape.lanes,
-        names.UNDO_ENTRY: question.entries,
-        names.UNDO_X: question.entries,
+        names.CHANGED_ENTRY: question.entries,
+        names.CHANGED_BY: question.entries,
+        names.NEW_VALUE: CUTS,
+        names.NEW_TOP: 4 * question.flows,
+        names.RESCAN: question.flows,
     }
     empty = {name: np.zeros(size, dtype=np.int64) for name, size in sizes.items()}
     return {names.DEVICE: question.devices, names.ORDER: order, **empty}
@@ -142,6 +145,6 @@ def _reals(question: Question) -> dict[int, Array]:
 
 
 def _ports(question: Question) -> int:
-    """Ports that `placement_kernel.add_load` counts."""
+    """Ports that `placement_rings.add_load` counts."""
     links = question.links
     return 2 * len(question.devices) + 2 * len(links.inside_latency) * links.rails
