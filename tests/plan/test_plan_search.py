@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from operator import sub
@@ -15,11 +16,14 @@ from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.bounds import facts_of, flights, table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.candidates import Candidate
 from pipefit.plan.closest import least_missing_bytes
+from pipefit.plan.decisions import Decisions
 from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.search import _Candidate, _Search, evaluate, search, simulated, some_plan_fits
-from pipefit.plan.space import space
+from pipefit.plan.panel import Panel, spread
+from pipefit.plan.search import _Search, evaluate, search, simulated, some_plan_fits
+from pipefit.plan.space import panels, space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import Problem
@@ -48,14 +52,17 @@ def mixed() -> Cluster:
     return replace(both, kinds={**fast.kinds, **slow.kinds}, links=links, hosts=hosts)
 
 
+NARROW: dict[str, object] = {"recompute": ("none",), "zero1": False, "inner": "replica"}
+"""Enough of the space of a mixed cluster to try everything."""
+
 CLUSTERS = {"uniform": toy_cluster, "slow links": slow_links, "little memory": little_memory, "mixed": mixed}
 
 
-def everything(bench: Workbench, job: Job) -> list[Evaluated]:
+def everything(bench: Workbench, job: Job, pins: dict[str, object]) -> list[Evaluated]:
     """Every plan of the space, simulated."""
     found = []
     count, layers, hosts = bench.network.devices, len(bench.module.layers), len(bench.cluster.hosts)
-    for decisions in space(job, layers, count, hosts, {}):
+    for decisions in space(job, layers, count, hosts, pins, bench.cutter):
         found.append(evaluate(bench, decisions, bench.parts(job, decisions)))
     return found
 
@@ -63,10 +70,11 @@ def everything(bench: Workbench, job: Job) -> list[Evaluated]:
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("job", [JOB, Job(batch=6, sequence=4096, precision="bfloat16")], ids=["float32", "bfloat16"])
 def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> None:
-    bench = Workbench(toy_model(3, tied=True), CLUSTERS[name]())
-    fitting = [one for one in everything(bench, job) if one.simulation.fits]
-    found = search(bench, job, top=3)
-    assert found.considered == len(list(space(job, 6, 4, len(bench.cluster.hosts), {})))
+    bench, pins = Workbench(toy_model(3, tied=True), CLUSTERS[name]()), NARROW if name == "mixed" else {}
+    every = everything(bench, job, pins)
+    fitting = [one for one in every if one.simulation.fits]
+    found = search(bench, job, pins, top=3)
+    assert found.considered == len(every)
     if not fitting:
         assert not found.fitting
         return
@@ -79,14 +87,23 @@ def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> N
     assert found.simulated < found.considered / 3, "bounds spare most of the simulations"
 
 
+def even_bounds(searcher: _Search, space: Iterable[Panel]) -> Iterator[tuple[Decisions, float]]:
+    """Every candidate with the bound that it has before any cut."""
+    for panel in space:
+        bounds = spread(searcher.floors.bound_s(panel, searcher.floors.panel(panel)), panel)
+        for index, bound_s in enumerate(bounds.tolist()):
+            yield from ((decisions, bound_s) for decisions in panel.told_apart(index))
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_no_bound_exceeds_the_simulated_time(name: str) -> None:
     """Of every candidate at every level of looking."""
     bench = Workbench(toy_model(3), CLUSTERS[name]())
     searcher = _Search(bench, JOB, {}, 1, None)
-    for decisions in space(JOB, 6, 4, len(bench.cluster.hosts), {}):
-        candidate = _Candidate(decisions)
-        bounds = [searcher.even_bound_s(decisions)]
+    pins = NARROW if name == "mixed" else {}
+    for decisions, even_s in even_bounds(searcher, panels(JOB, 6, 4, len(bench.cluster.hosts), pins, bench.cutter)):
+        candidate = Candidate(decisions)
+        bounds = [even_s]
         while len(bounds) < 3 and (bound := searcher.look_closer(candidate, bounds[-1])) is not None:
             bounds.append(bound)
         chosen = candidate.decisions if len(bounds) == 3 else decisions
@@ -188,10 +205,11 @@ def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, pins: dict
     """Against the leanest cut of every candidate of the space."""
     cluster = toy_cluster(1, 8) if name == "uniform" else mixed()
     kinds = {key: replace(kind, memory_bytes=WORKSPACE_BYTES + 1_000) for key, kind in cluster.kinds.items()}
+    pins = {**NARROW, **pins} if name == "mixed" else pins
     bench, job = Workbench(toy_model(6), replace(cluster, kinds=kinds)), Job(batch=16, sequence=512)
     every = [
         bench.cutter.leanest(job, decisions)
-        for decisions in space(job, 9, bench.network.devices, len(cluster.hosts), pins)
+        for decisions in space(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.cutter)
     ]
     missing = [max(map(sub, cut.floor_bytes, cut.limit_bytes)) for cut in every]
     found = search(bench, job, pins)
@@ -199,7 +217,7 @@ def test_the_plan_that_comes_closest_is_the_closest_of_all(name: str, pins: dict
     assert min(one.peak_bytes - one.limit_bytes for one in found.misfits) == min(missing) > 0
     bounds = [
         least_missing_bytes(bench.cutter, job, one)
-        for one in space(job, 9, bench.network.devices, len(cluster.hosts), pins)
+        for one in space(job, 9, bench.network.devices, len(cluster.hosts), pins, bench.cutter)
     ]
     assert all(bound <= exact for bound, exact in zip(bounds, missing, strict=True))
     with pytest.raises(DoesNotFitError, match=re.escape(f"{format_bytes(min(missing))} are missing")):

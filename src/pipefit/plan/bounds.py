@@ -91,24 +91,6 @@ def chain_bound_s(
     return max(loaded, total + more * max(forward_s), total + more * max(backward_s))
 
 
-def any_cut_bound_s(
-    forward_s: float, backward_s: float, largest_layer_s: float, lanes: int, stages: int, microbatches: int, fused: bool
-) -> float:
-    """The least time of any cut of layers that take `forward_s` and `backward_s` per microbatch, over `lanes` lanes.
-
-    With `fused` the slowest stage has at least its equal part of the forwards, and of the backwards. With one stage a
-    lane as well, W being the sum, the largest of prefix + m w over the stages is least where all are equal, which
-    gives T = W / (1 - (1 - 1/m)^lanes).
-    """
-    total_s = forward_s + backward_s
-    least = microbatches * max(total_s / lanes, largest_layer_s)
-    if not fused:
-        return least
-    way = total_s + (microbatches - 1) * max(forward_s, backward_s) / stages
-    filled = total_s / (1 - (1 - 1 / microbatches) ** lanes) if stages == lanes else 0.0
-    return max(least, filled, way)
-
-
 def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
     """The least simulated time of a lowered schedule of that family under this table, for a chain of stages.
 

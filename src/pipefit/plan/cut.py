@@ -11,15 +11,16 @@ import numpy as np
 
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCosts
+from pipefit.cost.roofline import LayerCost, LayerCosts
 from pipefit.cost.stage_memory import stage_memory
-from pipefit.cost.table import layer_costs, state_share
+from pipefit.cost.table import layer_costs
 from pipefit.cost.types import Array
-from pipefit.cost.work import StageWork
+from pipefit.cost.work import Recompute, StageWork
 from pipefit.layout import Group, split
 from pipefit.plan.balance import balanced, lane_times
 from pipefit.plan.bounds import flights
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.decisions import Decisions, Sharding
+from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.partition import partition
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_groups
@@ -41,6 +42,8 @@ class LayerRow:
     "The largest passing memory of a layer."
     limit_bytes: float
     "Memory of the smallest device, without the workspace."
+    layers: tuple[LayerCost, ...]
+    "What the arrays are made of, and the passing memory of every layer."
 
     def filled(self, flight: int) -> Array:
         """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
@@ -84,12 +87,13 @@ class Cutter:
         self.module = module
         self.network = network
         self.layers = layers
+        self.fleet = Fleet(network)
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
+        self._counted: dict[object, tuple[Array, Array]] = {}
         self._cuts: dict[object, Cut | None] = {}
         self._floors: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
-        self._alike = len({kind.name for kind in network.kinds}) == 1
 
     def cut(self, job: Job, decisions: Decisions, spare_bytes: Sequence[float] = ()) -> Cut | None:
         """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned. Where lanes
@@ -136,14 +140,30 @@ class Cutter:
 
     def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
-        if self._alike and len(decisions.shards) == 1 and len(decisions.recompute) == 1:
-            replicas = len(decisions.replicas) if max(decisions.replicas) == 1 else decisions.replicas
-            key = (job, decisions.microbatches, replicas, decisions.recompute, decisions.zero1)
-            if key not in self._plain:
-                self._plain[key] = self._row(job, decisions, 0, None)
-            return [self._plain[key]] * decisions.stage_count
-        groups = [group.group() for group in make_groups(decisions)]
-        return [self._row(job, decisions, stage, groups[lane]) for stage, lane in enumerate(decisions.lane_of_stage)]
+        share = max(decisions.replicas) / sum(decisions.replicas) if decisions.zero1 else 1.0
+        if len(decisions.shards) > 1:
+            groups = [group.group() for group in make_groups(decisions)]
+            return [
+                self._sharded(job, decisions, stage, groups[lane], share)
+                for stage, lane in enumerate(decisions.lane_of_stage)
+            ]
+        pairs = self.fleet.lane_pairs(decisions, _rows(job.batch // decisions.microbatches, decisions.replicas))
+        return [
+            self.row(job, pairs[lane], decisions.recompute_of(stage), share)
+            for stage, lane in enumerate(decisions.lane_of_stage)
+        ]
+
+    def row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
+        """Of a stage whose devices are of these kinds and have these rows of a microbatch, and keep `share` of the
+        optimizer state. The same object for equal questions."""
+        plain = (job.precision, job.sequence, pairs, recompute)
+        key = (*plain, share)
+        if key not in self._rows:
+            if plain not in self._plain:
+                group, rows = self.fleet.sample(pairs)
+                self._plain[plain] = self._make_row(self._probe(job, group, rows, recompute), job, share)
+            self._rows[key] = replace(self._plain[plain], static_bytes=self._statics(job, share))
+        return self._rows[key]
 
     def floor_s(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
         """(all layers forward, backward, both of the slowest layer): seconds of a microbatch where each is fastest."""
@@ -165,70 +185,105 @@ class Cutter:
             self._least[key] = (float(static), float(saved), max(row.limit_bytes for row in rows))
         return self._least[key]
 
-    def _row(self, job: Job, decisions: Decisions, stage: int, group: Group | None) -> LayerRow:
-        """The row of one stage; without a group, of any devices: all are alike and nothing crosses between them."""
+    def rows_of(self, job: Job, microbatches: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows of one microbatch on each replica."""
+        return _rows(job.batch // microbatches, replicas)
+
+    def static_bytes(self, job: Job, share: float, sharding: Sharding, shards: tuple[int, ...]) -> float:
+        """What stays of all layers on one device, which keeps `share` of the optimizer state."""
+        return float(self._statics(job, share, sharding, shards).sum())
+
+    def row_time(self, job: Job, recompute: Recompute) -> Callable[[int, int], float]:
+        """(kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such device."""
+        known: dict[tuple[int, int], float] = {}
+
+        def time_s(kind: int, rows: int) -> float:
+            if (kind, rows) not in known:
+                row = self.row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0)
+                known[kind, rows] = float(row.forward_s.sum() + row.backward_s.sum())
+            return known[kind, rows]
+
+        return time_s
+
+    def by_speed(self, job: Job) -> list[int]:
+        """The kinds, the fastest first."""
+        time_s = self.row_time(job, "none")
+        return sorted(range(len(self.fleet.names)), key=lambda kind: time_s(kind, 1))
+
+    def _sharded(self, job: Job, decisions: Decisions, stage: int, group: Group, share: float) -> LayerRow:
+        """The row of one stage whose devices run one program together."""
         rows = _rows(job.batch // decisions.microbatches, decisions.replicas)
-        devices: object = None
-        if group is not None and len(decisions.shards) > 1:
-            devices = group.devices
-        elif group is not None:
-            kinds = (self.network.kinds[device].name for device in group.devices)
-            devices = frozenset(zip(kinds, rows, strict=True))
-        key = (
-            (job.precision, job.sequence, frozenset(rows)),
-            (decisions.replicas if decisions.zero1 else None, decisions.shards, decisions.sharding),
-            decisions.recompute_of(stage),
-            devices,
-        )
+        recompute = decisions.recompute_of(stage)
+        program = (decisions.sharding, decisions.shards)
+        key = (job.precision, job.sequence, rows, decisions.replicas, share, program, recompute, group.devices)
         if key not in self._rows:
-            if group is None:
-                group = make_groups(decisions)[0].group()
-            self._rows[key] = self._make_row(self._probe(job, decisions, stage, group), job, decisions)
+            probe = self._probe(job, group, rows, recompute, *program)
+            self._rows[key] = self._make_row(probe, job, share, *program)
         return self._rows[key]
 
-    def _probe(self, job: Job, decisions: Decisions, stage: int, group: Group) -> StageWork:
+    def _probe(
+        self,
+        job: Job,
+        group: Group,
+        rows: tuple[int, ...],
+        recompute: Recompute,
+        sharding: Sharding = "none",
+        shards: tuple[int, ...] = (1,),
+    ) -> StageWork:
         """A stage of all layers on these devices."""
         layers = self.programs.modules[self.module].layers
         return StageWork(
             lane=0,
             group=group,
-            layers=tuple(self.programs.program(layer, decisions.sharding, decisions.shards).graphs for layer in layers),
-            rows=_rows(job.batch // decisions.microbatches, decisions.replicas),
+            layers=tuple(self.programs.program(layer, sharding, shards).graphs for layer in layers),
+            rows=rows,
             slices=(job.sequence,),
-            recompute=decisions.recompute_of(stage),
-            parameters=self.programs.counts(layers, decisions.sharding, decisions.shards),
-            split_state=decisions.zero1 and len(decisions.replicas) > 1,
+            recompute=recompute,
+            parameters=self.programs.counts(layers, sharding, shards),
+            split_state=False,
         )
 
-    def _make_row(self, probe: StageWork, job: Job, decisions: Decisions) -> LayerRow:
+    def _make_row(
+        self,
+        probe: StageWork,
+        job: Job,
+        share: float,
+        sharding: Sharding = "none",
+        shards: tuple[int, ...] = (1,),
+    ) -> LayerRow:
         costs = layer_costs(probe, job.precision, self.network, self.layers)
         smallest = min(self.network.kinds[device].memory_bytes for device in probe.group.devices)
         return LayerRow(
             forward_s=np.array([cost.forward_s for cost in costs]),
-            backward_s=np.array([cost.input_s + cost.weight_s for cost in costs]),
+            backward_s=np.array([cost.least_backward_s for cost in costs]),
             input_s=np.array([cost.input_s for cost in costs]),
             saved_bytes=np.array([cost.saved_bytes for cost in costs]),
-            static_bytes=np.array(self._statics(probe, job, decisions)),
+            static_bytes=self._statics(job, share, sharding, shards),
             passing_bytes=max(max(stage_memory([cost]).passing.values()) for cost in costs),
             limit_bytes=float(smallest - WORKSPACE_BYTES),
+            layers=tuple(costs),
         )
 
-    def _statics(self, probe: StageWork, job: Job, decisions: Decisions) -> list[float]:
+    def _statics(self, job: Job, share: float, sharding: Sharding = "none", shards: tuple[int, ...] = (1,)) -> Array:
         """Bytes that stay of each layer, on the shard position that stores most of it."""
         width = COMPUTE_BYTES[job.precision]
-        per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * state_share(probe)
-        result = []
-        seen: set[str] = set()
-        for layer in self.programs.modules[self.module].layers:
-            names = {*layer.parameters.values()}
-            counts = self.programs.counts((layer,), decisions.sharding, decisions.shards)
-            stored = max(
-                trainable * per_element + frozen * width
-                for trainable, frozen in zip(counts.trainable, counts.frozen, strict=True)
-            )
-            result.append(0.0 if names & seen else stored)
-            seen |= names
-        return result
+        per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * share
+        trainable, frozen = self._elements(sharding, shards)
+        most: Array = (trainable * per_element + frozen * width).max(axis=1)
+        return most
+
+    def _elements(self, sharding: Sharding, shards: tuple[int, ...]) -> tuple[Array, Array]:
+        """[layer, shard position]: trainable and frozen elements; what an earlier layer shares counts there."""
+        if (sharding, shards) not in self._counted:
+            trainable, frozen, seen = [], [], set[str]()
+            for layer in self.programs.modules[self.module].layers:
+                names = {*layer.parameters.values()}
+                counts = self.programs.counts((layer,), sharding, shards)
+                trainable.append(counts.trainable if not names & seen else (0,) * len(shards))
+                frozen.append(counts.frozen if not names & seen else (0,) * len(shards))
+                seen |= names
+            self._counted[sharding, shards] = (np.array(trainable, dtype=float), np.array(frozen, dtype=float))
+        return self._counted[sharding, shards]
 
 
 @lru_cache(maxsize=4096)

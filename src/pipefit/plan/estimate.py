@@ -10,20 +10,20 @@ stage-microbatches; a slot is a third of a stage's F, I and W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from pipefit.plan.bounds import facts_of
-from pipefit.plan.cut import Cutter
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.types import Job
+import numpy as np
 
-Idle = Callable[[int, float, float, float], float]
+from pipefit.cost.types import Array
+from pipefit.plan.bounds import facts_of
+
+Idle = Callable[[int, Array, Array, Array], Array]
 """(lanes, F, I, W of one stage in seconds) -> seconds that the busiest lane idles."""
 
 IDLE: Mapping[str, Idle] = {
-    "zb-h1": lambda lanes, f, i, w: (lanes - 1) * max(0.0, f + i - w),
-    "zb-h2": lambda lanes, f, i, w: (lanes - 1) * max(0.0, f + i - 2 * w),
+    "zb-h1": lambda lanes, f, i, w: (lanes - 1) * np.maximum(0.0, f + i - w),
+    "zb-h2": lambda lanes, f, i, w: (lanes - 1) * np.maximum(0.0, f + i - 2 * w),
 }
 
 OVER = 4.0
@@ -33,28 +33,15 @@ WEIGHT_SHARE = 0.4
 """Of a backward without recomputation, the part that is W; assumed, for the order of looking only."""
 
 
-def estimate_s(cutter: Cutter, job: Job, decisions: Decisions, schedules: Iterable[str]) -> float:
-    """A guess at the step with the best of these schedules, larger where the memory will hardly do."""
-    forward_s, backward_s, _ = cutter.floor_s(job, decisions)
-    static, saved, limit = cutter.floor_bytes(job, decisions)
-    lanes, stages, count = decisions.lanes, decisions.stage_count, decisions.microbatches
-    w = min(WEIGHT_SHARE * backward_s, forward_s)
-    f, i, w = forward_s / stages, (backward_s - w) / stages, w / stages
-    work_s = count * (forward_s + backward_s) / lanes
-    best = float("inf")
-    for schedule in schedules:
-        held = most_held(schedule, lanes, stages, count)
-        if schedule in IDLE:
-            idle_s = IDLE[schedule](lanes, f, i, w)
-        else:
-            idle_s = max(0, 6 * lanes - 3 * held - 1) * (f + i + w) / 3
-        lack = max(0.0, (static / lanes + held * saved / stages) / limit - 1.0)
-        best = min(best, (work_s + idle_s) * (1 + OVER * lack))
-    return best
+def idle_s(schedule: str, lanes: int, held: Array, f: Array, i: Array, w: Array) -> Array:
+    """A guess at what the busiest lane idles: for a V by the stage-microbatches `held` on the fullest lane."""
+    if schedule in IDLE:
+        return IDLE[schedule](lanes, f, i, w)
+    return np.maximum(0, 6 * lanes - 3 * held - 1) * (f + i + w) / 3
 
 
 @lru_cache(maxsize=65536)
-def most_held(schedule: str, lanes: int, stages: int, microbatches: int) -> int:
-    """Stage-microbatches on the fullest lane, at least, where every lane holds as many stages."""
+def most_held(schedule: str, lanes: int, placement: tuple[int, ...], microbatches: int) -> int:
+    """Stage-microbatches on the fullest lane, at least."""
     rule = facts_of(schedule).in_flight
-    return max(rule(lane, lanes, stages // lanes, microbatches) for lane in (0, lanes - 1))
+    return max(rule(lane, lanes, placement.count(lane), microbatches) for lane in (0, lanes - 1))

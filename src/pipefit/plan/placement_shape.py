@@ -149,7 +149,7 @@ def make_question(work: PipelineWork, network: Network, layers: LayerCosts, time
         tied=tied,
         term_of={("gather" if t.operation == "all_gather" else "reduce", t.stage): i for i, t in enumerate(terms)},
         row_of=row_of,
-        exact=whole and len(kinds) == 1,
+        exact=whole and len(kinds) == 1 and not network.over_gloo and not _by_reach(terms, network),
     )
 
 
@@ -241,6 +241,12 @@ def _term_arrays(terms: Sequence[Term], lanes: int, network: Network) -> dict[st
     }
 
 
+def _by_reach(terms: Sequence[Term], network: Network) -> bool:
+    """Whether a collective was found to be otherwise inside a host than between hosts."""
+    factors = network.collective_factors
+    return any(factors(term.operation, True) != factors(term.operation, False) for term in terms)
+
+
 def _kinds(network: Network) -> tuple[list[int], list[int]]:
     """(a device of every kind, the kind of every device)."""
     first: dict[str, int] = {}
@@ -295,7 +301,7 @@ def _stage_rows(
             ("F", [cost.forward_s for cost in each]),
             ("I", [cost.input_s for cost in each]),
             ("W", [cost.weight_s for cost in each]),
-            ("B", [cost.input_s + cost.weight_s for cost in each]),
+            ("B", [cost.backward_s for cost in each]),
         ):
             row_of[action, index, slice_] = len(times)
             times.append([ticks(value) for value in seconds])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipefit.cluster.types import Cluster
+from pipefit.cost.contention import with_contention
 from pipefit.cost.curves import best_costs
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCosts
@@ -52,7 +53,8 @@ def simulate_plan(
     """
     network = network or Network(cluster)
     work = pipeline_work(parts_of(plan), programs or Programs(model))
-    costs = cost_table(work, network, layers or best_costs(cluster))
+    layers = layers or best_costs(cluster)
+    costs = with_contention(cost_table(work, network, layers), work, network, layers)
     timeline = simulate(plan.order.schedule(), costs)
     return Simulation(timeline, costs, work, lane_limits(work, network))
 

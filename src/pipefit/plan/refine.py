@@ -19,6 +19,7 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.balance import balanced
 from pipefit.plan.bounds import FACTS
 from pipefit.plan.cut import Cutter, LayerRow, cut_at
+from pipefit.plan.cut_memory import CutMemory
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import computed_schedule, edge_keys
 from pipefit.plan.types import Job
@@ -27,7 +28,6 @@ from pipefit.schedule.actions import Schedule
 from pipefit.schedule.compile import task_graph
 from pipefit.schedule.table import CODE, SEND_B, SEND_F
 from pipefit.schedule.times import durations, run_sweep
-from pipefit.simulate import simulate
 
 Bounds = tuple[int, ...]
 
@@ -82,7 +82,7 @@ def refined_cuts(
     graphs = [layer.graph for layer in cutter.programs.modules[cutter.module].layers]
     timer = _Timer(computed, parts, rows, graphs, costs_of)
     limits = cut_at(bounds, rows, decisions).limit_bytes
-    judge = _Judge(timer, lambda one: simulate(computed, costs_of(one[1:-1])).peak_bytes.tolist(), limits)
+    judge = _Judge(timer, CutMemory(computed, rows).peaks, limits)
     tried = {bounds: _missing(peaks(given), limits)}
     for _ in range(ROUNDS):
         best = _search(judge, _starts(bounds, rows, placement))

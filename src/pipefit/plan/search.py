@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import le
 from typing import Any
 
@@ -23,18 +23,20 @@ from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds import any_cut_bound_s, chain_bound_s, facts_of, order_floor_bytes, table_bound_s
+from pipefit.plan.bounds import chain_bound_s, facts_of, order_floor_bytes, table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.candidates import Candidate, Queue
 from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
-from pipefit.plan.estimate import estimate_s
+from pipefit.plan.floors import Floors
 from pipefit.plan.holding import held_bytes
 from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
+from pipefit.plan.panel import Panel
 from pipefit.plan.predict import Simulation, lane_limits
-from pipefit.plan.space import Layout, check_space, layouts
+from pipefit.plan.space import check_space, panels
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
@@ -82,18 +84,18 @@ def search(
 ) -> Found:
     """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
     pins = pins or {}
-    return _Search(bench, job, pins, top, progress).run(_layouts(bench, job, pins))
+    return _Search(bench, job, pins, top, progress).run(_panels(bench, job, pins))
 
 
 def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
     """Whether `search` would find a plan: the candidates that lack least first, until one fits or TRIES simulated ones
     do not. Raises PlanError as `search` does."""
-    choices = [candidate for layout in _layouts(bench, job, pins) for candidate in layout.candidates()]
+    choices = [one for panel in _panels(bench, job, pins) for one in panel.all()]
     missing = [least_missing_bytes(bench.cutter, job, choice) for choice in choices]
     order = sorted((least, index) for index, least in enumerate(missing) if least <= 0)
     searcher = _Search(bench, job, pins, 1, None)
     for _, index in order:
-        candidate = _Candidate(choices[index])
+        candidate = Candidate(choices[index])
         while searcher.look_closer(candidate, 0.0) is not None:
             pass
         if searcher.fitting or searcher.simulated >= TRIES:
@@ -101,28 +103,12 @@ def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
     return bool(searcher.fitting)
 
 
-def _layouts(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Layout]:
+def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Panel]:
     """The space, for a job and pins that leave something to consider."""
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.module, bench.model, job.sequence, "--seq")
-    return list(layouts(job, layers, count, len(bench.cluster.hosts), pins))
-
-
-@dataclass(slots=True)
-class _Candidate:
-    decisions: Decisions
-    schedules: tuple[str, ...] = ()
-    "Of a layout whose schedules have not been told apart."
-    level: int = EVEN
-    bound_s: float = 0.0
-    even_s: float = 0.0
-    "The bound of the first level."
-    leaner: int = 0
-    "How often its layers were cut again because it needed more memory than the closed form says."
-    parts: Parts | None = None
-    work: PipelineWork | None = None
-    costs: CostTable | None = None
+    return list(panels(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter))
 
 
 class _Search:
@@ -134,24 +120,25 @@ class _Search:
         self.pins = pins
         self.top = top
         self.progress = progress
+        self.floors = Floors(bench.cutter, job)
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
         "Bound and choice of candidates that no cut makes fit."
         self.refused: list[ScheduleError] = []
         "Why schedule families could not make an order for a candidate."
-        self.left: list[_Candidate] = []
+        self.left: list[Queue | Candidate] = []
         "What was not looked at to its end."
         self.simulated = 0
         self.spent = 0
 
-    def run(self, choices: list[Layout]) -> Found:
-        considered = sum(len(layout.schedules) for layout in choices)
+    def run(self, space: list[Panel]) -> Found:
+        considered = sum(panel.candidates for panel in space)
         if considered == 1:
-            only = choices[0].decisions
+            only = space[0].decisions(0)
             check_decisions(only, self.job, len(self.bench.module.layers), self.bench.network.devices)
-        split = [_layout(one) for one in choices if not facts_of(one.decisions.schedule).fused]
-        fused = [_layout(one) for one in choices if facts_of(one.decisions.schedule).fused]
+        split = [panel for panel in space if not facts_of(panel.names[0]).fused]
+        fused = [panel for panel in space if facts_of(panel.names[0]).fused]
         bounds = [self.explore(split, patient=not fused)] if split else []
         bounds += [self.explore(fused)] if fused else []
         self._runners_up()
@@ -169,40 +156,47 @@ class _Search:
             simulated=self.simulated,
         )
 
-    def explore(self, candidates: list[_Candidate], patient: bool = True) -> tuple[float, float]:
+    def explore(self, space: Sequence[Panel], patient: bool = True) -> tuple[float, float]:
         """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left).
         Who is `patient` goes beyond the budget until something fits, but not beyond PATIENCE."""
         self.spent = 0
-        for candidate in candidates:
-            candidate.bound_s = candidate.even_s = self.even_bound_s(candidate.decisions)
-        lower_bound_s = min(candidate.bound_s for candidate in candidates)
-        heap = [(self.key_s(candidate), index) for index, candidate in enumerate(candidates)]
+        items: list[Queue | Candidate] = [Queue(self.floors, panel) for panel in space]
+        lower_bound_s = min(item.bound_s for item in items)
+        heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
-        left: list[int] = []
         while heap and self.spent <= (PATIENCE if patient and not self.fitting else BUDGET):
             _, index = heapq.heappop(heap)
-            if self.fitting and candidates[index].bound_s > self.fitting[0].step_s * (1 + TIE):
-                left.append(index)
+            if self.fitting and items[index].bound_s > self.fitting[0].step_s * (1 + TIE):
+                self.left.append(items[index])
             else:
-                self._look(candidates, index, heap)
-        self.left += [candidates[index] for index in (*left, *(index for _, index in heap))]
+                self._look(items, index, heap)
+        self.left += [items[index] for _, index in heap]
         return lower_bound_s, min((one.bound_s for one in self.left), default=float("inf"))
 
-    def _look(self, candidates: list[_Candidate], index: int, heap: list[tuple[float, int]]) -> None:
+    def _look(self, items: list[Queue | Candidate], index: int, heap: list[tuple[float, int]]) -> None:
         """One level closer, and back into the heap what is not done with."""
-        for one in self._told_apart(candidates, index):
-            candidate = candidates[one]
-            again = self.look_closer(candidate, candidate.bound_s)
+        item = items[index]
+        if isinstance(item, Candidate):
+            again = self.look_closer(item, item.bound_s)
             if again is not None:
-                candidate.bound_s = again
-                heapq.heappush(heap, (self.key_s(candidate), one))
+                item.bound_s = again
+                heapq.heappush(heap, (item.key_s, index))
+        else:
+            for candidate in item.next():
+                heapq.heappush(heap, (candidate.key_s, len(items)))
+                items.append(candidate)
+            if not item.empty:
+                heapq.heappush(heap, (item.key_s, index))
         if self.progress is not None:
             self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
 
     def _runners_up(self) -> None:
         """Some more of what cannot win, least bound first, to make the list of alternatives exact."""
-        candidates = self.left
-        heap = [(candidate.bound_s, index) for index, candidate in enumerate(candidates)]
+        items = self.left
+        for item in items:
+            if isinstance(item, Queue):
+                item.by_bound()
+        heap = [(item.bound_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until = self.simulated + EXTRA_SIMULATIONS
         self.spent = BUDGET // 2
@@ -211,36 +205,16 @@ class _Search:
             if len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s:
                 break
             more: list[tuple[float, int]] = []
-            self._look(candidates, index, more)
+            self._look(items, index, more)
             for _, one in more:
-                heapq.heappush(heap, (candidates[one].bound_s, one))
-
-    def _told_apart(self, candidates: list[_Candidate], index: int) -> Sequence[int]:
-        """The candidate, or in place of a layout a candidate for each of its schedules."""
-        candidate = candidates[index]
-        if not candidate.schedules:
-            return (index,)
-        names, candidate.schedules = candidate.schedules, ()
-        candidates += [
-            _Candidate(replace(candidate.decisions, schedule=name), bound_s=candidate.even_s, even_s=candidate.even_s)
-            for name in names
-        ]
-        return range(len(candidates) - len(names), len(candidates))
-
-    def key_s(self, candidate: _Candidate) -> float:
-        """By what candidates are looked at: their bound, or a guess where bounds are loose."""
-        decisions = candidate.decisions
-        if facts_of(decisions.schedule).fused:
-            return candidate.bound_s
-        names = candidate.schedules or (decisions.schedule,)
-        return max(candidate.bound_s, estimate_s(self.bench.cutter, self.job, decisions, names))
+                heapq.heappush(heap, (items[one].bound_s, one))
 
     def _telling(self) -> Iterator[Misfit]:
         """The candidates that no cut makes fit and are worth telling of: of the fastest ones the leanest of each
         grid of devices; where nothing fits, the one that lacks least."""
         cutter = self.bench.cutter
         if not self.fitting:
-            known = self.unfit or ([] if self.misfits else [(one.bound_s, 0, one.decisions) for one in self.left])
+            known = self.unfit or ([] if self.misfits else list(self._unseen()))
             found = closest(cutter, self.job, [decisions for _, _, decisions in known])
             if found is not None:
                 bound_s, _, decisions = known[found[0]]
@@ -255,12 +229,13 @@ class _Search:
         for _, bound_s, decisions in list(leanest.values())[:MISFITS]:
             yield _misfit(bound_s, decisions, cutter.cut(self.job, decisions) or cutter.leanest(self.job, decisions))
 
-    def even_bound_s(self, decisions: Decisions) -> float:
-        floor = self.bench.cutter.floor_s(self.job, decisions)
-        fused = facts_of(decisions.schedule).fused and not decisions.slices
-        return any_cut_bound_s(*floor, decisions.lanes, decisions.stage_count, decisions.microbatches, fused)
+    def _unseen(self) -> Iterator[tuple[float, int, Decisions]]:
+        """What was not looked at, with a bound."""
+        for item in self.left:
+            each = item.rest() if isinstance(item, Queue) else [item.decisions]
+            yield from ((item.bound_s, 0, decisions) for decisions in each)
 
-    def look_closer(self, candidate: _Candidate, bound_s: float) -> float | None:
+    def look_closer(self, candidate: Candidate, bound_s: float) -> float | None:
         """Raise the candidate by one level and return its new bound, or None when it is done with."""
         candidate.level += 1
         if candidate.level == CUT:
@@ -269,7 +244,7 @@ class _Search:
             return self._table(candidate, bound_s)
         return self._simulate(candidate, bound_s)
 
-    def _cut(self, candidate: _Candidate, bound_s: float) -> float | None:
+    def _cut(self, candidate: Candidate, bound_s: float) -> float | None:
         self.spent += STAGE * candidate.decisions.stage_count
         cut = self.bench.cutter.cut(self.job, candidate.decisions)
         if cut is None or not cut.fits:
@@ -285,7 +260,7 @@ class _Search:
         held = held_bytes(decisions.schedule, lanes, count, cut.saved_bytes)
         return [stays + kept for stays, kept in zip(cut.static_bytes, held, strict=True)]
 
-    def _take(self, candidate: _Candidate, cut: Cut, bound_s: float) -> float:
+    def _take(self, candidate: Candidate, cut: Cut, bound_s: float) -> float:
         """The bound of the candidate with this cut."""
         decisions = candidate.decisions = replace(candidate.decisions, cuts=cut.cuts)
         if decisions.slices:
@@ -294,7 +269,7 @@ class _Search:
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
 
-    def _table(self, candidate: _Candidate, bound_s: float) -> float | None:
+    def _table(self, candidate: Candidate, bound_s: float) -> float | None:
         cut = self.bench.cutter.leanest(self.job, candidate.decisions)
         held = self._held(candidate.decisions, cut)
         if not all(map(le, held, cut.limit_bytes)):
@@ -306,7 +281,7 @@ class _Search:
         placement, count = candidate.parts.placement, candidate.decisions.microbatches
         return max(bound_s, table_bound_s(candidate.costs, placement, count, candidate.decisions.schedule))
 
-    def _simulate(self, candidate: _Candidate, bound_s: float) -> float | None:
+    def _simulate(self, candidate: Candidate, bound_s: float) -> float | None:
         parts, work, costs = candidate.parts, candidate.work, candidate.costs
         assert parts is not None and work is not None and costs is not None
         candidate.work = candidate.costs = None
@@ -331,7 +306,7 @@ class _Search:
         return self._again(candidate, cut, peaks, limits, bound_s)
 
     def _again(
-        self, candidate: _Candidate, cut: Cut, peaks: Sequence[float], limits: Sequence[float], bound_s: float
+        self, candidate: Candidate, cut: Cut, peaks: Sequence[float], limits: Sequence[float], bound_s: float
     ) -> float | None:
         """What becomes of a candidate that needs these peaks with this cut, too much: the bound with another cut, in
         which what the closed form does not see has room, or None where there is none, or LEANER were tried."""
@@ -347,10 +322,6 @@ class _Search:
         fullest = max(range(len(limits)), key=lambda lane: peaks[lane] / limits[lane])
         self.misfits.append(Misfit(decisions, bound_s, peaks[fullest], limits[fullest], fullest))
         return None
-
-
-def _layout(layout: Layout) -> _Candidate:
-    return _Candidate(layout.decisions, layout.schedules)
 
 
 def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:

@@ -1,77 +1,85 @@
 """All plans that are considered: replicas x stages x microbatches x schedule x recomputation x ZeRO-1 x device order.
 
-Every number of devices up to all of them is in the space, so leaving some idle is a choice like any other. A pin
-replaces a dimension by one value. The shard axis is a dimension too, whose only value is 1 unless it is pinned.
+Every number of devices up to all of them is in the space, so leaving some idle is a choice like any other. On a cluster
+of several kinds of devices so is which kinds stand where, and which are left out (`plan/mixed.py`). A pin replaces a
+dimension by one value. The shard axis is a dimension too, whose only value is 1 unless it is pinned.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.plan.bounds import facts_of
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.cut import Cutter
+from pipefit.plan.decisions import Decisions, Inner
+from pipefit.plan.mixed import Pattern, patterns, replica_counts, row_shares
+from pipefit.plan.panel import Count, Panel
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 
 RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("selective",), ("full",))
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Candidates that differ in nothing but the schedule, all for one placement and with bounds of one kind."""
-
-    decisions: Decisions
-    "With the first of the schedules."
-    schedules: tuple[str, ...]
-
-    def candidates(self) -> Iterator[Decisions]:
-        """One for every schedule."""
-        return (replace(self.decisions, schedule=name) for name in self.schedules)
+def space(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None = None
+) -> Iterator[Decisions]:
+    """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned. Without a cutter all
+    devices count as alike."""
+    for panel in panels(job, layers, devices, hosts, pins, cutter):
+        yield from panel.all()
 
 
-def space(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Decisions]:
-    """Every candidate, in a fixed order. Layers are not cut yet unless the cuts are pinned."""
-    for layout in layouts(job, layers, devices, hosts, pins):
-        yield from layout.candidates()
-
-
-def layouts(job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any]) -> Iterator[Layout]:
-    """Every layout, in a fixed order. A pinned `fit` is no family of its own: it gets the layouts of all (see
-    `plan/fitting.py`)."""
+def panels(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None = None
+) -> Iterator[Panel]:
+    """Every panel of candidates, in a fixed order. A pinned `fit` is no family of its own: it gets the layouts of all
+    (see `plan/fitting.py`)."""
     pins = families_only(pins)
+    known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
+    for grid in _grids(job, layers, devices, hosts, pins, cutter):
+        if grid.lanes not in known:
+            known[grid.lanes] = _schedules(grid.lanes, layers, pins)
+        for (placement, _), names in known[grid.lanes].items():
+            panel = _panel(grid, placement, names, pins, cutter)
+            if panel is not None:
+                yield panel
+
+
+def _panel(
+    grid: _Grid, placement: tuple[int, ...], names: Sequence[str], pins: Mapping[str, Any], cutter: Cutter | None
+) -> Panel | None:
+    """The panel of a grid with a placement, if there is a candidate in it."""
     shards = pins.get("shards", (1,))
-    for replicas, lanes in _grids(job, layers, devices, pins):
-        many = len(replicas) > 1
-        choices = itertools.product(
-            _schedules(lanes, layers, pins).items(),
-            _microbatches(job, replicas, pins),
-            [pins["recompute"]] if "recompute" in pins else RECOMPUTE,
-            [pins["zero1"]] if "zero1" in pins else [False, True][: 1 + many],
-            [pins["inner"]] if "inner" in pins else ["replica", "stage"][: 1 + (hosts > 1 and many and lanes > 1)],
-        )
-        for ((placement, _), names), microbatches, recompute, zero1, inner in choices:
-            able = tuple(name for name in names if _enough(name, lanes, microbatches, pins))
-            if able and len(recompute) in (1, len(placement)):
-                decisions = Decisions(
-                    stages=len(placement),
-                    cuts=pins.get("cuts", ()),
-                    placement=() if placement == tuple(range(lanes)) else placement,
-                    replicas=replicas,
-                    shards=shards,
-                    sharding=_sharding(shards, pins),
-                    microbatches=microbatches,
-                    schedule=able[0],
-                    slices=pins.get("slices", ()),
-                    recompute=recompute,
-                    zero1=zero1,
-                    inner=inner,
-                )
-                yield Layout(decisions, able)
+    ways = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
+    ways = [way for way in ways if len(way) in (1, len(placement))]
+    least = tuple(
+        0 if {"schedule", "microbatches"} <= pins.keys() else FAMILIES[n].least_units(grid.lanes) for n in names
+    )
+    units = len(pins.get("slices", (1,)))
+    counts = tuple(count for count in grid.counts if count[0] * units >= min(least))
+    if not ways or not counts:
+        return None
+    many = len(counts[0][1]) > 1
+    return Panel(
+        lanes=grid.lanes,
+        counts=counts,
+        pattern=grid.pattern,
+        placement=placement,
+        names=tuple(names),
+        least=least,
+        recompute=tuple(ways),
+        zero1=(pins["zero1"],) if "zero1" in pins else (False, True)[: 1 + many],
+        inner=grid.inner,
+        shards=shards,
+        sharding=_sharding(shards, pins),
+        cuts=pins.get("cuts", ()),
+        slices=pins.get("slices", ()),
+        fleet=cutter.fleet if cutter is not None else None,
+    )
 
 
 def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,7 +87,72 @@ def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in pins.items() if (key, value) != ("schedule", "fit")}
 
 
-def _grids(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Devices as replicas x lanes."""
+
+    lanes: int
+    counts: tuple[Count, ...]
+    inner: tuple[Inner, ...]
+    pattern: Pattern | None = None
+
+
+def _grids(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None
+) -> Iterator[_Grid]:
+    """What the devices and the batch allow: devices in their own order, and where kinds differ by kind."""
+    mixed = cutter is not None and cutter.fleet.mixed
+    for replicas, lanes in _sizes(job, layers, devices, pins):
+        counts = tuple((count, replicas) for count in _microbatches(job, replicas, pins))
+        inner = _inner(hosts, len(replicas), lanes, pins)
+        if counts and not mixed:
+            yield _Grid(lanes, counts, inner)
+        elif counts:
+            yield from (_Grid(lanes, counts, (each,)) for each in inner)
+    if mixed and pins.get("mapping", "search") == "search":
+        assert cutter is not None
+        yield from _mixed_grids(job, layers, devices, hosts, pins, cutter)
+
+
+def _mixed_grids(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter
+) -> Iterator[_Grid]:
+    """Grids with kinds put together, by lane and by replica, and the rows of unlike replicas by their speed."""
+    shards = len(pins.get("shards", (1,)))
+    most = min(pins.get("devices", devices), devices)
+    sizes = [len(each) // shards for each in cutter.fleet.devices]
+    time_s, speed = cutter.row_time(job, pins.get("recompute", ("none",))[0]), cutter.by_speed(job)
+    pinned = pins.get("replicas")
+    even = [len(pinned)] if pinned else [count for count in _divisors(job.batch) if count * shards <= most]
+    for lanes in range(1, min(most // shards, layers) + 1):
+        uneven = [len(pinned)] if pinned else replica_counts(lanes, sizes, job.batch)
+        for replicas in sorted({*even, *uneven}):
+            size = replicas * lanes * shards
+            if size > most or ("devices" in pins and size != pins["devices"]):
+                continue
+            inner = _inner(hosts, replicas, lanes, pins)
+            for pattern in patterns(lanes, replicas, sizes, speed, replicas in even, replicas in uneven):
+                columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(k,) for k in pattern[0]]
+                if pinned or len({*columns}) == 1:
+                    shares = pinned or (1,) * replicas
+                    counts = [(count, shares) for count in _microbatches(job, shares, pins)]
+                else:
+                    counts = [
+                        (count, shares)
+                        for count in _divided(job, pins)
+                        for shares in row_shares(columns, job.batch // count, time_s)
+                    ]
+                if counts:
+                    yield _Grid(lanes, tuple(counts), inner, pattern)
+
+
+def _inner(hosts: int, replicas: int, lanes: int, pins: Mapping[str, Any]) -> tuple[Inner, ...]:
+    if "inner" in pins:
+        return (pins["inner"],)
+    return ("replica", "stage") if hosts > 1 and replicas > 1 and lanes > 1 else ("replica",)
+
+
+def _sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
     """(shares of the replicas, lanes) that the devices and the batch allow."""
     shards = len(pins.get("shards", (1,)))
     most = min(pins.get("devices", devices), devices)
@@ -106,24 +179,21 @@ def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> dict[tuple[t
     return found
 
 
-def _enough(schedule: str, lanes: int, microbatches: int, pins: Mapping[str, Any]) -> bool:
-    """Whether the schedule is written for so few microbatches. Where both are pinned, its own error says it best."""
-    units = microbatches * len(pins.get("slices", (1,)))
-    return units >= FAMILIES[schedule].least_units(lanes) or {"schedule", "microbatches"} <= pins.keys()
-
-
 def _microbatches(job: Job, replicas: tuple[int, ...], pins: Mapping[str, Any]) -> Iterator[int]:
     """Counts of microbatches: divisors of the batch that leave every replica whole rows, evenly where shares are."""
     even = len({*replicas}) == 1
-    choices = [pins["microbatches"]] if "microbatches" in pins else _divisors(job.batch)
-    for count in choices:
-        if job.batch % count:
-            continue
+    for count in _divided(job, pins):
         rows = job.batch // count
         pinned = "microbatches" in pins or "replicas" in pins
         each = all(start < stop for start, stop in split(rows, replicas))
         if each and (not even or pinned or rows % len(replicas) == 0):
             yield count
+
+
+def _divided(job: Job, pins: Mapping[str, Any]) -> Iterator[int]:
+    """Counts of microbatches that divide the batch."""
+    choices = [pins["microbatches"]] if "microbatches" in pins else _divisors(job.batch)
+    return (count for count in choices if job.batch % count == 0)
 
 
 def _sharding(shards: tuple[int, ...], pins: Mapping[str, Any]) -> Any:

@@ -103,7 +103,7 @@ def _tied_work(
             for one, other in itertools.permutations(held, 2)
             for move in moves((1,), one, (IDENTITY,) * len(one.axes), other, (IDENTITY,) * len(other.axes))
         ]
-        result.append(TiedWork(stages=stages, messages=tuple(messages)))
+        result.append(TiedWork(stages=stages, messages=tuple(messages), elements=count))
     return tuple(result)
 
 

@@ -1,0 +1,201 @@
+"""Bounds and guesses for all candidates of a panel at once, before any cut.
+
+A cut gives every layer to a lane. Whatever it is, the busiest lane's time T is at least sum_s u_s t_s(l) over all
+layers l and any weights u of the lanes that add up to one, hence at least sum_l min_s u_s t_s(l) (the dual of the
+linear program that lets layers be divided). With u in proportion to the lanes' speeds this is the time of an even
+cut, for lanes of one kind and for lanes of several.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.plan.bounds import facts_of
+from pipefit.plan.cut import Cutter, LayerRow
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.estimate import OVER, WEIGHT_SHARE, idle_s, most_held
+from pipefit.plan.fleet import pairs_of
+from pipefit.plan.panel import Panel
+from pipefit.plan.types import Job
+
+Class = tuple[LayerRow, ...]
+"""What the stages of a lane cost: lanes of one class are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """All layers of a microbatch on lanes of some classes: seconds, and what an even cut needs."""
+
+    forward_s: float
+    "Every layer where it is fastest."
+    backward_s: float
+    largest_s: float
+    "The slowest layer where it is fastest."
+    even: Array
+    "[whole, forward, backward]: the sum over the layers of the least of their times, as parts of the class's own."
+    rates: Array
+    "[whole, forward, backward][class]: 1 / seconds of all layers."
+    saved_bytes: float
+    "All layers, where it is least."
+    limit_bytes: Array
+    "[class]."
+
+
+@dataclass(frozen=True, slots=True)
+class PanelFloor:
+    """Of a panel: [microbatches, recomputation], and what broadcasts to it."""
+
+    forward_s: Array
+    backward_s: Array
+    largest_s: Array
+    lane_s: Array
+    "The busiest lane of an even cut."
+    lane_forward_s: Array
+    lane_backward_s: Array
+    saved_bytes: Array
+    static_bytes: Array
+    "[microbatches, 1, ZeRO-1]: of all layers."
+    limit_bytes: float
+    "Mean over the lanes."
+    alike: bool
+    "Whether all lanes are of one class."
+
+
+class Floors:
+    """The floors of the panels of one search."""
+
+    def __init__(self, cutter: Cutter, job: Job) -> None:
+        self.cutter = cutter
+        self.job = job
+        self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
+        self._stacks: dict[object, list[list[Floor]]] = {}
+        self._statics: dict[float, float] = {}
+
+    def panel(self, panel: Panel) -> PanelFloor:
+        """The floor of all its candidates."""
+        if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
+            return self._stacked(panel, *self._told(panel))
+        counted = Counter(panel.lane_runs())
+        lanes = np.array(list(counted.values()), dtype=float)
+        counts = tuple(count for count, _ in panel.counts)
+        even = all(max(shares) == 1 for _, shares in panel.counts)
+        key = (panel.recompute, tuple(counted), counts, panel.replicas, panel.counts if not even else None)
+        if key not in self._stacks:
+            self._stacks[key] = [
+                [
+                    self._floor([(self.cutter.row(self.job, pairs_of(runs, rows), way[0], 1.0),) for runs in counted])
+                    for way in panel.recompute
+                ]
+                for rows in (self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts)
+            ]
+        floors = self._stacks[key]
+        return self._stacked(panel, floors, lanes)
+
+    def bound_s(self, panel: Panel, floor: PanelFloor) -> Array:
+        """A lower bound of every candidate's step, whatever its cut: [microbatches, recomputation].
+
+        With fused backwards the slowest stage has at least its equal part of the forwards, and of the backwards. With
+        one stage a lane as well, all lanes alike and W being the sum, the largest of prefix + m w over the stages is
+        least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes).
+        """
+        fused = facts_of(panel.names[0]).fused and not panel.slices
+        count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
+        least: Array = count * np.maximum(floor.lane_s, floor.largest_s)
+        if not fused:
+            return least
+        total = floor.forward_s + floor.backward_s
+        way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / panel.turns
+        least = np.maximum(least, way)
+        if len(panel.placement) == panel.lanes and floor.alike:
+            least = np.maximum(least, total / (1 - (1 - 1 / count) ** panel.lanes))
+        return least
+
+    def guess_s(self, panel: Panel, floor: PanelFloor, name: str) -> Array:
+        """What a step with this schedule likely takes (`plan/estimate.py`): [microbatches, recomputation, ZeRO-1]."""
+        counts = [count for count, _ in panel.counts]
+        count = np.array(counts, dtype=float)[:, None]
+        w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / panel.turns
+        f, i = floor.lane_forward_s / panel.turns, floor.lane_backward_s / panel.turns - w
+        held = np.array([most_held(name, panel.lanes, panel.placement, each) for each in counts], dtype=float)[:, None]
+        step_s = count * floor.lane_s + idle_s(name, panel.lanes, held, f, i, w)
+        kept = (held * floor.saved_bytes / len(panel.placement))[:, :, None]
+        lack = np.maximum(0.0, (floor.static_bytes / panel.lanes + kept) / floor.limit_bytes - 1.0)
+        guess: Array = step_s[:, :, None] * (1 + OVER * lack)
+        return guess
+
+    def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
+        """Where stages differ in more than kinds: from the rows of every stage."""
+        floors: list[list[Floor]] = []
+        lanes: Array = np.zeros(0)
+        for which in range(len(panel.counts)):
+            floors.append([])
+            for way in range(len(panel.recompute)):
+                index = int(np.ravel_multi_index((which, way, 0, 0), panel.shape))
+                classes = self._classes(panel.decisions(index))
+                floors[-1].append(self._floor([one for one, _ in classes]))
+                lanes = np.array([count for _, count in classes], dtype=float)
+        return floors, lanes
+
+    def _classes(self, decisions: Decisions) -> list[tuple[Class, int]]:
+        """The lanes of a candidate by what their stages cost, and how many there are of each class."""
+        rows = self.cutter.rows(self.job, decisions)
+        held: dict[int, dict[int, LayerRow]] = {}
+        for row, lane in zip(rows, decisions.lane_of_stage, strict=True):
+            held.setdefault(lane, {})[id(row)] = row
+        counted = Counter(tuple(sorted(lane)) for lane in held.values())
+        rows_by_id = {id(row): row for row in rows}
+        return [(tuple(rows_by_id[one] for one in key), count) for key, count in counted.items()]
+
+    def _floor(self, classes: Sequence[Class]) -> Floor:
+        key = tuple(tuple(map(id, one)) for one in classes)
+        if key not in self._known:
+            forward = np.stack([np.minimum.reduce([row.forward_s for row in one]) for one in classes])
+            backward = np.stack([np.minimum.reduce([row.backward_s for row in one]) for one in classes])
+            each = np.stack([forward + backward, forward, backward])
+            whole = each.sum(axis=2)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                parts = np.nan_to_num(each / whole[:, :, None])
+                rates = 1.0 / whole
+            self._known[key] = Floor(
+                forward_s=float(forward.min(axis=0).sum()),
+                backward_s=float(backward.min(axis=0).sum()),
+                largest_s=float(each[0].min(axis=0).max()),
+                even=parts.min(axis=1).sum(axis=1),
+                rates=rates,
+                saved_bytes=min(float(row.saved_bytes.sum()) for one in classes for row in one),
+                limit_bytes=np.array([min(row.limit_bytes for row in one) for one in classes]),
+            )
+        return self._known[key]
+
+    def _stacked(self, panel: Panel, floors: Sequence[Sequence[Floor]], lanes: Array) -> PanelFloor:
+        flat = [floor for line in floors for floor in line]
+        shape = (len(floors), len(floors[0]))
+        whole, forward, backward = (
+            np.array([floor.even[k] / (floor.rates[k] @ lanes) for floor in flat]).reshape(shape) for k in range(3)
+        )
+        static = [
+            [[self._static(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
+            for _, shares in panel.counts
+        ]
+        return PanelFloor(
+            forward_s=np.array([floor.forward_s for floor in flat]).reshape(shape),
+            backward_s=np.array([floor.backward_s for floor in flat]).reshape(shape),
+            largest_s=np.array([floor.largest_s for floor in flat]).reshape(shape),
+            lane_s=whole,
+            lane_forward_s=forward,
+            lane_backward_s=backward,
+            saved_bytes=np.array([floor.saved_bytes for floor in flat]).reshape(shape),
+            static_bytes=np.array(static),
+            limit_bytes=float(flat[0].limit_bytes @ lanes / lanes.sum()),
+            alike=len(lanes) == 1,
+        )
+
+    def _static(self, share: float, panel: Panel) -> float:
+        if share not in self._statics:
+            self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
+        return self._statics[share]

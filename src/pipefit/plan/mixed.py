@@ -1,0 +1,211 @@
+"""Clusters of several kinds of devices: which kinds stand where in a grid of replicas and lanes, and who gets how many
+rows.
+
+Two patterns are made for every grid: kinds by lane (uneven layers make up for their speeds) and kinds by replica
+(uneven rows do). Any kind may be left out, and only some of its devices may be taken. On few devices every pattern is
+tried; on many, of each grid those that take the fastest devices first, those with the most memory first, and those that
+take all kinds in proportion, in every order of up to three kinds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import comb, gcd
+
+FEW = 64
+"""Patterns of one grid up to which all of them are tried."""
+
+SPLITS = 16
+"""Ways to divide a microbatch's rows over the replicas up to which all of them are tried."""
+
+FRACTIONS = 6
+"""Kinds by replica on many devices: as many replicas as there are devices for, and a half of that, so often."""
+
+Pattern = tuple[tuple[int, ...], ...]
+"""[lane][replica]: which kind of device. Lanes that are alike are the same object."""
+
+Time = Callable[[int, int], float]
+"""(kind, rows) -> seconds that one such device takes for all layers of a microbatch."""
+
+
+def patterns(
+    lanes: int,
+    replicas: int,
+    counts: Sequence[int],
+    speed: Sequence[int],
+    by_lane: bool = True,
+    by_replica: bool = True,
+) -> Iterator[Pattern]:
+    """Patterns for a grid, each once. `counts` are the places that the devices of every kind can fill, `speed` the
+    kinds, the fastest first. Where there are more than FEW, those by lane or by replica, or both."""
+    kinds = range(len(counts))
+    if len(counts) ** (lanes * replicas) <= FEW:
+        for cells in itertools.product(kinds, repeat=lanes * replicas):
+            columns = [cells[replica * lanes : (replica + 1) * lanes] for replica in range(replicas)]
+            if columns == sorted(columns) and all(cells.count(kind) <= counts[kind] for kind in kinds):
+                yield tuple(zip(*columns, strict=True))
+        return
+    if by_lane:
+        for line in _lines(lanes, [count // replicas for count in counts], speed):
+            yield _by_lane(line, replicas)
+    if by_replica:
+        for line in _lines(replicas, [count // lanes for count in counts], speed, ordered=False):
+            if len({*line}) > 1:
+                yield (line,) * lanes
+
+
+def _by_lane(line: Sequence[int], replicas: int) -> Pattern:
+    alike = {kind: (kind,) * replicas for kind in {*line}}
+    return tuple(alike[kind] for kind in line)
+
+
+def _lines(places: int, caps: Sequence[int], speed: Sequence[int], ordered: bool = True) -> Iterator[tuple[int, ...]]:
+    """Kinds of so many places in a row, each line once; without `ordered` one order of every mix."""
+    kinds = range(len(caps))
+    if ordered and len(caps) ** places <= FEW:
+        for line in itertools.product(kinds, repeat=places):
+            if all(line.count(kind) <= caps[kind] for kind in kinds):
+                yield line
+        return
+    for mix in dict.fromkeys(_mixes(places, caps, speed)):
+        used = [kind for kind in speed if mix[kind]]
+        orders: Sequence[Sequence[int]] = [used]
+        if ordered:
+            orders = list(itertools.permutations(used)) if len(used) <= 3 else [used, used[::-1]]
+        for order in orders:
+            yield tuple(kind for kind in order for _ in range(mix[kind]))
+
+
+def _mixes(places: int, caps: Sequence[int], speed: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """How many places every kind fills."""
+    ways = 1
+    for cap in caps:
+        ways *= min(cap, places) + 1
+    if ways <= FEW:
+        for mix in itertools.product(*(range(min(cap, places) + 1) for cap in caps)):
+            if sum(mix) == places:
+                yield mix
+        return
+    orders = list(itertools.permutations(speed)) if len(speed) <= 3 else [speed, speed[::-1]]
+    for order in (*orders, *([kind] for kind in speed)):
+        left, taken = places, [0] * len(caps)
+        for kind in order:
+            taken[kind] = min(caps[kind], left)
+            left -= taken[kind]
+        if not left:
+            yield tuple(taken)
+    for size in range(2, len(speed) + 1):
+        for chosen in itertools.combinations(speed, size):
+            whole = sum(caps[kind] for kind in chosen)
+            if whole >= places:
+                parts = divided([caps[kind] for kind in chosen], places)
+                filled = dict(zip(chosen, parts, strict=True))
+                yield tuple(filled.get(kind, 0) for kind in range(len(caps)))
+
+
+def divided(weights: Sequence[int], total: int) -> list[int]:
+    """Whole parts of a total in proportion to weights, none more than its weight where the weights suffice: largest
+    remainders first."""
+    whole = sum(weights)
+    parts = [total * weight // whole for weight in weights]
+    order = sorted(range(len(weights)), key=lambda place: (-(total * weights[place] % whole), place))
+    for place in order[: total - sum(parts)]:
+        parts[place] += 1
+    return parts
+
+
+def replica_counts(lanes: int, counts: Sequence[int], batch: int) -> list[int]:
+    """Numbers of replicas worth trying with several kinds in a lane: all that there are devices for, of every set of
+    kinds, and the halves of them; on few devices every number."""
+    most = sum(count // lanes for count in counts)
+    if most <= FEW // 4:
+        return [count for count in range(2, most + 1) if count <= batch]
+    found = set()
+    for size in range(2, len(counts) + 1):
+        for chosen in itertools.combinations(counts, size):
+            whole = sum(count // lanes for count in chosen)
+            found |= {whole >> power for power in range(FRACTIONS)}
+    return sorted(count for count in found if 2 <= count <= batch)
+
+
+def row_shares(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> list[tuple[int, ...]]:
+    """Shares of the replicas in the rows of a microbatch, the most promising first; none where there are too few rows.
+
+    `columns` are the kinds of every replica's devices. A replica takes as long as its slowest kind would for all
+    layers; the shares make the slowest replica as fast as can be. Few ways are all returned.
+    """
+    replicas = len(columns)
+    if rows < replicas:
+        return []
+    best = fastest_rows(columns, rows, time_s)
+    found = [best]
+    if comb(rows - 1, replicas - 1) <= SPLITS:
+        found += _all_splits(columns, rows)
+    return [_reduced(one) for one in dict.fromkeys(found)]
+
+
+def fastest_rows(columns: Sequence[tuple[int, ...]], rows: int, time_s: Time) -> tuple[int, ...]:
+    """Whole rows of every replica, at least one each, with the least time of the slowest.
+
+    Rows are given out one by one, each to the replicas that would be done with it first: the best there is for times
+    that rise with the rows. Nine tenths of what is in proportion to the speeds are given out at once.
+    """
+    count: dict[tuple[int, ...], int] = {}
+    for column in columns:
+        count[column] = count.get(column, 0) + 1
+
+    def took(column: tuple[int, ...], number: int) -> float:
+        return max(time_s(kind, number) for kind in column)
+
+    even = max(1, rows // len(columns))
+    speed = {column: even / took(column, even) for column in count}
+    whole = sum(speed[column] * number for column, number in count.items())
+    given = {column: max(1, int(0.9 * rows * speed[column] / whole)) for column in count}
+    left = rows - sum(given[column] * number for column, number in count.items())
+    last: dict[tuple[int, ...], int] = dict.fromkeys(count, 0)
+    while left < 0:  # where the one row that everybody has is more than its part
+        column = max((one for one in count if given[one] > 1), key=lambda one: took(one, given[one]))
+        given[column] -= 1
+        left += count[column]
+    while left > 0:
+        column = min(count, key=lambda one: took(one, given[one] + 1))
+        if count[column] > left:
+            last[column] = left
+            break
+        given[column] += 1
+        left -= count[column]
+    result = []
+    for column in columns:
+        more = last[column] > 0
+        result.append(given[column] + more)
+        last[column] -= more
+    return tuple(result)
+
+
+def _all_splits(columns: Sequence[tuple[int, ...]], rows: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give each replica some rows; among replicas of one kind the first have the most."""
+    for stops in itertools.combinations(range(1, rows), len(columns) - 1):
+        given = [stop - start for start, stop in zip((0, *stops), (*stops, rows), strict=True)]
+        pairs = list(zip(columns, given, strict=True))
+        if all(a[1] >= b[1] for a, b in itertools.pairwise(pairs) if a[0] == b[0]):
+            yield tuple(given)
+
+
+def _reduced(rows: tuple[int, ...]) -> tuple[int, ...]:
+    common = gcd(*rows)
+    return tuple(each // common for each in rows)
+
+
+def laid_out(pattern: Pattern, inner: str, devices: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
+    """The device of every lane, replica and shard: each place takes the next devices of its kind, replica by replica
+    within a lane, or lane by lane within a replica (`inner`)."""
+    lanes, replicas = len(pattern), len(pattern[0])
+    cells: Iterable[tuple[int, int]] = itertools.product(range(lanes), range(replicas))
+    if inner == "stage":
+        cells = ((lane, replica) for replica in range(replicas) for lane in range(lanes))
+    left: Mapping[int, Iterator[int]] = {kind: iter(each) for kind, each in enumerate(devices)}
+    found: list[tuple[int, ...]] = [()] * (lanes * replicas)
+    for lane, replica in cells:
+        found[lane * replicas + replica] = tuple(itertools.islice(left[pattern[lane][replica]], shards))
+    return tuple(itertools.chain.from_iterable(found))
