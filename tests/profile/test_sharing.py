@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from profile_toys import Contended
 
-from pipefit.profile.estimate import Shape, link_logs, tabulate
-from pipefit.profile.links import survey
-from pipefit.profile.sharing import crowded, hubs, ports, racks, sharing, slowdowns, uplinks
+from pipefit.profile.links import Outcome
+from pipefit.profile.sharing import crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.tournament import Pair, mixed, thinned
 
 SIZE = 2**20
@@ -21,34 +19,52 @@ def rates_of(network: Contended) -> dict[Pair, float]:
     return {(a, b): network.rate([(a, b)])[a, b] for a in count for b in count if a != b}
 
 
-def logs(network: Contended, games: Sequence[Sequence[Pair]]) -> np.ndarray:
-    found = survey(games, [SIZE], 2, network.measure)
-    return link_logs(tabulate(found.samples, range(network.count)), Shape()).log_s
-
-
 @pytest.mark.parametrize("rack", [0, 4])
 def test_pairs_that_share_an_uplink_are_noticed(rack: int) -> None:
     network = Contended(16, rack=rack, uplink=1e9)
-    found = slowdowns(mixed([range(16)])(0)[:2], SIZE, 3, network.measure)
-    assert crowded(found) == bool(rack)
-    assert len(found) == 32
+    found = crowd(mixed([range(16)])(0)[:2], SIZE, network.measure, sample=5)
+    assert found.disturbed == bool(rack)
+    assert len(found.slowdown) == len(found.alone) == 20
     if rack:
-        assert max(found.values()) == pytest.approx(4, rel=0.5)
+        assert max(found.slowdown.values()) == pytest.approx(4, rel=0.5)
 
 
-def test_one_pair_alone_is_never_a_crowd() -> None:
-    assert not crowded(slowdowns(mixed([range(3)])(0), SIZE, 2, Contended(3, noise=0.5).measure))
+def test_one_pair_alone_is_never_a_crowd_and_one_disturbance_makes_none() -> None:
+    assert not crowd(mixed([range(3)])(0), SIZE, Contended(3, noise=0.5).measure).disturbed
+    network = Contended(8)
+    calls = []
+
+    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+        calls.append(pairs)
+        found = network.measure(pairs, size)
+        slow = 3.0 if len(calls) % 17 == 0 else 1.0
+        return Outcome({pair: slow * time_s for pair, time_s in found.round_trip_s.items()})
+
+    assert not crowd(mixed([range(8)])(0), SIZE, measure).disturbed
 
 
-def test_racks_are_found_by_who_slows_whom_down_though_all_links_differ() -> None:
-    network = Contended(16, rack=4, uplink=5e8, spread=0.5, noise=0.03)
-    games = mixed([range(16)])(0)
-    found = racks(range(16), logs(network, games), logs(network, thinned(games, 1)))
-    assert found is not None
-    assert [len({found.classes[h] for h in range(r, r + 4)}) for r in range(0, 16, 4)] == [1] * 4
-    assert len(set(found.classes)) == 4
-    calm = Contended(16, spread=0.5, noise=0.03)
-    assert racks(range(16), logs(calm, games), logs(calm, thinned(games, 1))) is None
+@pytest.mark.parametrize(("count", "rack", "seed"), [(16, 4, 0), (16, 4, 1), (8, 2, 0), (8, 4, 1)])
+def test_racks_are_found_by_who_slows_whom_down_though_all_links_differ(count: int, rack: int, seed: int) -> None:
+    network = Contended(count, rack=rack, uplink=8e8, spread=0.4, noise=0.03, seed=seed)
+    found = crowd(mixed([range(count)])(0), SIZE, network.measure)
+    assert found.disturbed and found.suspects()
+    classes = racks(range(count), found, SIZE, network.measure)
+    assert len({tuple(h for h in classes if classes[h] == label) for label in classes.values()}) == count // rack
+    assert all(classes[h] == classes[h - h % rack] for h in classes)
+
+
+def test_one_rack_among_hosts_that_share_nothing() -> None:
+    network = Contended(12, uplink=1e12, spread=0.4, noise=0.03)
+    network.rack = [1 if h >= 9 else 2 + h for h in range(12)]
+    network.up = network.down = [1e12, 8e8, *[1e12] * 9]
+    found = crowd(mixed([range(12)])(0), SIZE, network.measure)
+    classes = racks(range(12), found, SIZE, network.measure)
+    assert len({classes[h] for h in (9, 10, 11)}) == 1 and len(set(classes.values())) == 10
+    names = {h: f"host{h}" for h in range(12)}
+    (uplink,) = uplinks(range(12), classes, names, found.alone, SIZE, 2, network.measure)
+    assert uplink.hosts == ("host9", "host10", "host11")
+    assert uplink.up_bytes_per_s == pytest.approx(8e8, rel=0.1)
+    assert uplink.down_bytes_per_s == pytest.approx(8e8, rel=0.1)
 
 
 def test_rounds_are_thinned_so_that_one_pair_leaves_a_rack() -> None:
@@ -62,7 +78,7 @@ def test_rounds_are_thinned_so_that_one_pair_leaves_a_rack() -> None:
         leaving = [classes[h] for pair in pairs for h in pair if len({classes[m] for m in pair}) > 1]
         assert len(leaving) == len(set(leaving))
     network = Contended(16, rack=4, uplink=1e9)
-    assert not crowded(slowdowns(thin[:6], SIZE, 3, network.measure))
+    assert not crowd(thin[:6], SIZE, network.measure).disturbed
     assert all(len(pairs) <= 3 for pairs in thinned(games, 3))
 
 

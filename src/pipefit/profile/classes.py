@@ -45,7 +45,7 @@ def find_classes(table: Table, bottleneck: bool = False) -> Alike | None:
     found: Alike | None = None
     for _ in range(PASSES):
         logs = link_logs(table, Shape(classes=found.classes if found else (), bottleneck=bottleneck))
-        now = group(_beyond_hosts(logs, table, found))
+        now = _group(_beyond_hosts(logs, table, found))
         if now is None or (found is not None and now.classes == found.classes):
             return now
         found = now
@@ -68,7 +68,7 @@ def _beyond_hosts(logs: Logs, table: Table, known: Alike | None) -> Array:
     return np.asarray(np.where(known_ways > 0, np.nansum(both, axis=0) / np.maximum(known_ways, 1), np.nan))
 
 
-def group(rest: Array) -> Alike | None:
+def _group(rest: Array) -> Alike | None:
     """Classes from one symmetric figure of each pair of hosts, low for those that belong together; NaN for unknown."""
     either = np.isfinite(rest) & ~np.eye(len(rest), dtype=bool)
     values = rest[np.triu(either, 1)]
@@ -79,7 +79,7 @@ def group(rest: Array) -> Alike | None:
         return None
     border, gap = split
     together = either & (np.nan_to_num(rest, nan=np.inf) < border)
-    labels = _merged(together.astype(np.int64), (either & ~together).astype(np.int64))
+    labels = merged(together.astype(np.int64), (either & ~together).astype(np.int64))
     kinds = int(labels.max()) + 1
     if kinds in (1, len(labels)):
         return None
@@ -105,7 +105,7 @@ def two_heaps(values: Array) -> tuple[float, float] | None:
     return float((ordered[best] + ordered[best + 1]) / 2), gap
 
 
-def _merged(together: NDArray[np.int64], apart: NDArray[np.int64]) -> NDArray[np.int64]:
+def merged(together: NDArray[np.int64], apart: NDArray[np.int64]) -> NDArray[np.int64]:
     """Labels from 0 by host: groups that more links join than part are merged, those with the most first."""
     count = len(together)
     joins, parts = together.copy(), apart.copy()

@@ -17,9 +17,9 @@ from pipefit.codec import from_data, to_data
 from pipefit.profile.adaptive import SMALL, Adaptive
 from pipefit.profile.assemble import RailNotes
 from pipefit.profile.completion import complete
-from pipefit.profile.estimate import Shape, link_logs, pair_times, tabulate
+from pipefit.profile.estimate import Shape, pair_times, tabulate
 from pipefit.profile.links import Games, LinkSurvey, survey
-from pipefit.profile.sharing import Hub, crowded, hubs, ports, racks, sharing, slowdowns, uplinks
+from pipefit.profile.sharing import Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.state import Session
 from pipefit.profile.tournament import Pair, mixed, remixed, rounds, thinned
 from pipefit.profile.wire import MOST_BYTES, Wire
@@ -30,13 +30,18 @@ PROBE = 64 * 2**10
 LONGEST_S = 0.5
 """Sizes whose message would take longer on the middle link are left out."""
 
-MEASURE_S = 0.25
+MEASURE_S = 0.15
 """A measurement repeats its message for about so long."""
 
 SHARED_S = 0.03
 """How long a message takes of which several are sent at once."""
 
+ROUNDS, SAMPLE = 4, 8
+"""Of many hosts, rounds and pairs of each round that are measured alone as well, to see whether they disturb each
+other."""
+
 DECIDE_S = 600.0
+"""How long ranks wait for what rank 0 decides."""
 
 
 @dataclass(slots=True)
@@ -86,11 +91,14 @@ class BetweenHosts:
     def measure(self) -> None:
         """All of it."""
         games = mixed([self.ranks])(0)
+        few = len(self.ranks) <= SMALL
         self.sizes = _settle(self.session, self.wire, games[:1])
         self.session.require_all(self.phase)
-        disturbed = slowdowns(games[:2], self.shared_bytes, 3, self.wire.measure)
+        self.session.show(f"{self.phase}: whether they slow each other down", 0, 1)
+        looked = games if few else games[:ROUNDS]
+        found = crowd(looked, self.shared_bytes, self.wire.measure, sample=0 if few else SAMPLE)
         self.session.require_all(self.phase)
-        way = self._spread_out() if crowded(disturbed) else Way(len(self.ranks))
+        way = self._spread_out(found) if found.disturbed else Way(len(self.ranks))
         wanted = self.session.config.host_rounds
         everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= SMALL)
         shape, held_out = (None, None) if everything else self._adaptive(way, wanted)
@@ -102,7 +110,7 @@ class BetweenHosts:
             repeats=self.repeats,
             shape=shape,
             held_out_error=held_out,
-            crowded=crowded(disturbed),
+            crowded=found.disturbed,
             sharing=self._sharing(way, shape) if len(self.ranks) > 2 else None,
         )
 
@@ -131,32 +139,21 @@ class BetweenHosts:
         shape = from_data(Shape, told[0], "shape") if told[0] is not None else None
         return shape, told[1][0] if told[1] else None
 
-    def _spread_out(self) -> Way:
-        """Who may be measured at the same time, where not all may: one pair of a rack, where racks can be told; else
-        one pair of every sixteen hosts."""
-        few = len(self.ranks) <= SMALL
-        beside, alone = LinkSurvey(), LinkSurvey()
-        size = [self.shared_bytes]
-        show = _after(self.session, f"{self.phase}: what slows others down")
-        games = mixed([self.ranks]) if few else (lambda repeat: mixed([self.ranks])(repeat)[: 4 * SMALL])
-        survey(games, size, 2, self.wire.measure, found=beside, after_round=show)
-        if few:
-            survey(thinned(games(0), 1), size, 1, self.wire.measure, found=alone, after_round=show)
+    def _spread_out(self, found: Crowd) -> Way:
+        """Who may be measured at the same time, where not all may: among few hosts nobody; else one pair of a rack,
+        where racks can be told, and one pair of every sixteen hosts, where they cannot."""
+        if len(self.ranks) <= SMALL:
+            return Way(1, racks(self.ranks, found, self.shared_bytes, self.wire.measure))
+        beside = LinkSurvey()
+        survey(
+            lambda repeat: mixed([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2, self.wire.measure,
+            found=beside, after_round=_after(self.session, f"{self.phase}: who slows whom down"),
+        )  # fmt: skip
         self.session.require_all(self.phase)
-
-        def classes() -> list[int]:
-            table = tabulate(beside.samples, self.ranks)
-            crowd = link_logs(table, Shape()) if few else None
-            if crowd is None:
-                found = complete(table).alike
-            else:
-                found = racks(self.ranks, crowd.log_s, link_logs(tabulate(alone.samples, self.ranks), Shape()).log_s)
-            return list(found.classes) if found else []
-
-        labels = self._agree(classes)
-        if labels:
-            return Way(len(self.ranks), dict(zip(self.ranks, labels, strict=True)))
-        return Way(max(1, len(self.ranks) // SMALL))
+        alike = self._agree(lambda: _classes(beside, self.ranks))
+        if alike:
+            return Way(len(self.ranks), dict(zip(self.ranks, alike, strict=True)))
+        return Way(len(self.ranks) // SMALL)
 
     def _sharing(self, way: Way, shape: Shape | None) -> Sharing:
         """What several messages at once reach."""
@@ -173,7 +170,7 @@ class BetweenHosts:
 
         def groups() -> list[Any]:
             made = hubs(self.ranks, rates, classes or None)
-            if way.width < len(self.ranks):
+            if way.width == 1:
                 made = [[hub] for each in made for hub in each]
             return [[to_data(hub) for hub in each] for each in made]
 
@@ -192,6 +189,11 @@ class BetweenHosts:
         told = self.session.board.gather(make() if self.session.rank == 0 else None, DECIDE_S)
         self.session.require_all(self.phase)
         return told[0]
+
+
+def _classes(found: LinkSurvey, ranks: Sequence[int]) -> list[int]:
+    alike = complete(tabulate(found.samples, ranks)).alike
+    return list(alike.classes) if alike else []
 
 
 def _settle(session: Session, wire: Wire, games: Games) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ host together, and hosts of a rack that send to others at once. Pure, as `links.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cluster.measured import Sharing, Uplink
-from pipefit.profile.classes import Alike, group
-from pipefit.profile.effects import Array
-from pipefit.profile.links import Measure
+from pipefit.profile.classes import merged
+from pipefit.profile.links import Games, Measure
 from pipefit.profile.tournament import Pair
 
-SAMPLE = 8
-"""Pairs of a round that are also measured alone."""
+AGAIN = 2
+"""More measurements of what seems slow."""
 
 SLOWER = 1.25
 """A pair that takes so many times longer beside others shares something with them."""
+
+MUCH = 0.75
+"""Of two tries to fill something, the second counts if it asks for so much of the first."""
 
 TWO = 1.2
 """Two messages at once that take so many times as long as the slower one alone share a port."""
@@ -29,40 +32,91 @@ Rates = Mapping[Pair, float]
 """Bytes per second of each ordered pair alone."""
 
 
-def slowdowns(
-    games: Sequence[Sequence[Pair]], size: int, repeats: int, measure: Measure, *, seed: int = 0
-) -> dict[Pair, float]:
-    """Time of ordered pairs beside all others of their round, over their time alone; of a sample of every round.
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Ordered pairs that were measured alone, and beside the others of a round."""
 
-    The fastest repetition of both counts: a disturbance only ever adds.
-    """
+    alone: Rates
+    slowdown: Mapping[Pair, float]
+    "Time beside others over time alone."
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether pairs that are measured at the same time slow each other down."""
+        return max(self.slowdown.values(), default=1.0) > SLOWER
+
+    def suspects(self) -> list[int]:
+        """Hosts that a fifth of their messages to others leave more slowly beside others."""
+        out: dict[int, list[bool]] = {}
+        for (source, _), slower in self.slowdown.items():
+            out.setdefault(source, []).append(slower > SLOWER)
+        return sorted(host for host, slowed in out.items() if 5 * sum(slowed) >= len(slowed))
+
+
+def crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: int = 0) -> Crowd:
+    """Every pair of `games` (of each round `sample`, if that is not 0) alone and beside the others of its round; what
+    seems slow is measured twice more. The fastest of the repetitions counts: a disturbance only ever adds."""
     order = random.Random(seed)
-    together: dict[Pair, list[float]] = {}
-    alone: dict[Pair, list[float]] = {}
-    jobs: list[tuple[list[Pair], dict[Pair, list[float]]]] = []
-    for pairs in (pairs for pairs in games if len(pairs) > 1):
-        sample = order.sample(list(pairs), min(SAMPLE, len(pairs)))
-        for turned in (False, True):
-            jobs.append((_turned(pairs, turned), together))
-            jobs += [([pair], alone) for pair in _turned(sample, turned)]
-    for _ in range(repeats):
+    rounds = [_turned(pairs, turned) for pairs in games if len(pairs) > 1 for turned in (False, True)]
+    chosen = [order.sample(pairs, min(sample or len(pairs), len(pairs))) for pairs in rounds]
+    beside: dict[Pair, float] = {}
+    alone: dict[Pair, float] = {}
+    for turn in range(1 + AGAIN):
+        jobs: list[tuple[Sequence[Pair], dict[Pair, float]]] = []
+        for pairs, own in zip(rounds, chosen, strict=True):
+            again = [pair for pair in own if turn == 0 or beside.get(pair, 0.0) > SLOWER * alone.get(pair, np.inf)]
+            jobs += [([pair], alone) for pair in again] + ([(pairs, beside)] if again else [])
         order.shuffle(jobs)
         for pairs, found in jobs:
             for pair, time_s in measure(pairs, size).round_trip_s.items():
-                found.setdefault(pair, []).append(time_s)
-    return {pair: min(together[pair]) / min(times) for pair, times in alone.items() if pair in together}
+                found[pair] = min(found.get(pair, np.inf), time_s)
+    return Crowd(
+        {pair: size / time_s for pair, time_s in alone.items()},
+        {pair: beside[pair] / time_s for pair, time_s in alone.items() if pair in beside},
+    )
 
 
-def crowded(found: Mapping[Pair, float]) -> bool:
-    """Whether pairs that are measured at the same time disturb each other."""
-    return max(found.values(), default=1.0) > SLOWER
+def racks(members: Sequence[int], found: Crowd, size: int, measure: Measure) -> dict[int, int]:
+    """Class of every member: hosts of one class share a way out. Two suspects at a time send to others, three
+    times to other ones: if they always reach less than alone, they share. Needs every pair alone."""
+    suspects = found.suspects()
+    joins, parts = (np.zeros((len(members), len(members)), dtype=np.int64) for _ in range(2))
+    place = {member: index for index, member in enumerate(members)}
+    for one, other in itertools.combinations(suspects, 2):
+        slowed = [_slowed(pairs, found.alone, size, measure) for pairs in _targets(one, other, members, found)]
+        if slowed:
+            matrix = joins if min(slowed) > SLOWER else parts
+            matrix[place[one], place[other]] = matrix[place[other], place[one]] = 1
+    return dict(zip(members, (int(label) for label in merged(joins, parts)), strict=True))
 
 
-def racks(members: Sequence[int], beside_others: Array, alone: Array) -> Alike | None:
-    """Hosts that share a way to the others: those that do not slow each other down. Logarithms of times, [source,
-    target] by place; NaN where not measured."""
-    slower = beside_others - alone
-    return group(np.where(np.eye(len(members), dtype=bool), np.nan, (slower + slower.T) / 2))
+def _targets(one: int, other: int, members: Sequence[int], found: Crowd) -> list[list[Pair]]:
+    """Up to three ways in which two hosts send to two others, over links that others slowed down: the fastest first,
+    and none that asks for much less than these."""
+
+    def best(source: int, taken: set[int]) -> int | None:
+        ways = [(source, m) for m in members if m not in taken and found.slowdown.get((source, m), 1.0) > SLOWER]
+        return max(ways, key=lambda way: found.alone[way], default=(source, None))[1]
+
+    result: list[list[Pair]] = []
+    used, wanted = {one, other}, 0.0
+    for _ in range(3):
+        first = best(one, used)
+        second = best(other, used | {first}) if first is not None else None
+        if first is None or second is None:
+            break
+        used |= {first, second}
+        rate = found.alone[one, first] + found.alone[other, second]
+        if rate < MUCH * wanted:
+            break
+        wanted = max(wanted, rate)
+        result.append([(one, first), (other, second)])
+    return result
+
+
+def _slowed(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
+    """What pairs reach alone over what they reach together."""
+    return sum(alone[pair] for pair in pairs) / sum(_together(pairs, size, 1, measure).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +133,14 @@ def hubs(members: Sequence[int], rates: Rates, classes: Mapping[int, int] | None
     result: list[tuple[list[Hub], set[int]]] = []
     for middle in members:
         others = [member for member in members if member != middle]
+        own = [other for other in others if classes is not None and classes[other] == classes[middle]]
+        own = own if len(own) >= 2 else []
         others.sort(
-            key=lambda other: (
-                classes is not None and classes[other] != classes[middle],
-                -min(rates[middle, other], rates[other, middle]),
-            )
+            key=lambda other: (bool(own) and other not in own, -min(rates[middle, other], rates[other, middle]))
         )
         for hubs_of, used in result:
             free = [other for other in others if other not in used]
-            near = [other for other in free if classes is None or classes[other] == classes[middle]]
+            near = [other for other in free if not own or other in own]
             if middle not in used and len(near) >= 2:
                 hubs_of.append(Hub(middle, (near[0], near[1])))
                 used |= {middle, near[0], near[1]}
