@@ -43,6 +43,8 @@ class StageCost:
     forward_s: float
     input_s: float
     weight_s: float
+    backward_s: float
+    "Fused."
     saved_bytes: float
     pending_bytes: float
     forward_passing_bytes: float
@@ -63,8 +65,8 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         for stage, once in zip(work.stages, summed_s.tolist(), strict=True)
     ]
     return CostTable(
-        actions=_actions(costs),
-        edges=tuple(_edge(edge, network) for edge in work.edges),
+        actions=action_tables(costs),
+        edges=tuple(edge_cost(edge, network) for edge in work.edges),
         reduce_s=summed_s + _tied_s(work, network),
         reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
@@ -141,7 +143,7 @@ def beside_backward(
     each = [_worst(costs) for costs in zip(*by_place, strict=True)] if len(by_place) > 1 else by_place[0]
     width = GRADIENT_BYTES[work.precision]
     sizes = [max(_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
-    times = {"B": [cost.input_s + cost.weight_s for cost in each], "W": [cost.weight_s for cost in each]}
+    times = {"B": [cost.backward_s for cost in each], "W": [cost.weight_s for cost in each]}
     return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
 
 
@@ -164,8 +166,27 @@ def lane_parts(work: PipelineWork) -> tuple[Mapping[str, float], ...]:
         sums = [{name: sum(parts[name] for parts in place) for name in place[0]} for place in places]
         for total, place in zip(sums, places, strict=True):
             total["workspace"] = place[0]["workspace"]
+            for name, size in tied_parts(work, lane).items():
+                total[name] += size
         lanes.append(max(sums, key=lambda parts: sum(parts.values())))
     return tuple(lanes)
+
+
+def tied_parts(work: PipelineWork, lane: int) -> Mapping[str, float]:
+    """Static bytes of a lane that shared parameters add: a buffer for the gradient of each other lane that uses them;
+    less what is stored once although several stages of the lane use it."""
+    changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    for tied in work.tied:
+        own = [work.stages[index] for index in tied.stages if work.stages[index].lane == lane]
+        if not own:
+            continue
+        others = len({work.stages[index].lane for index in tied.stages}) - 1
+        changes["gradients"] += others * tied.elements * GRADIENT_BYTES[work.precision]
+        for stage in own[1:]:
+            once = static_parts(tied.elements, 0, state_share(stage), work.precision)
+            for name in changes:
+                changes[name] -= once[name]
+    return changes
 
 
 def state_share(stage: StageWork) -> float:
@@ -235,6 +256,7 @@ def _worst(each: Sequence[LayerCost]) -> LayerCost:
         forward_s=max(cost.forward_s for cost in each),
         input_s=max(cost.input_s for cost in each),
         weight_s=max(cost.weight_s for cost in each),
+        fused_s=max(cost.backward_s for cost in each),
         saved_bytes=max(cost.saved_bytes for cost in each),
         pending_bytes=max(cost.pending_bytes for cost in each),
         passing=fullest.passing,
@@ -247,6 +269,7 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         sum(cost.forward_s for cost in each),
         sum(cost.input_s for cost in each),
         sum(cost.weight_s for cost in each),
+        sum(cost.backward_s for cost in each),
         memory.saved_bytes,
         memory.pending_bytes,
         *(memory.passing[kind] for kind in ("F", "I", "B")),
@@ -258,7 +281,7 @@ def _shard_collective(network: Network, rings: Sequence[Sequence[int]]) -> Calla
     return lambda kind, total_bytes: functions[kind](network, rings, total_bytes)
 
 
-def _actions(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
+def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
     def array(value: Callable[[StageCost], float]) -> Array:
         return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
 
@@ -278,14 +301,14 @@ def _actions(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
             time_s=array(lambda c: c.weight_s), held_bytes=array(lambda c: -c.pending_bytes), peak_bytes=zero
         ),
         "B": ActionTable(
-            time_s=array(lambda c: c.input_s + c.weight_s),
+            time_s=array(lambda c: c.backward_s),
             held_bytes=array(lambda c: -c.saved_bytes),
             peak_bytes=array(lambda c: c.fused_passing_bytes),
         ),
     }
 
 
-def _edge(edge: EdgeWork, network: Network) -> EdgeCost:
+def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
     ahead = [network.transfer(messages) for messages in edge.forward]
     back = [network.transfer(messages) for messages in edge.backward]
     return EdgeCost(

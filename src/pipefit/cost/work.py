@@ -59,6 +59,8 @@ class TiedWork:
     stages: tuple[int, ...]
     messages: tuple[tuple[int, int, float], ...]
     "(source device, target device, bytes): every stage's own gradient to each of the others."
+    elements: int = 0
+    "Of the shared parameters, as one device holds them."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,8 @@ class OperatorKind:
     "Bytes that the forward allocates for itself: alive at its worst moment beside inputs, outputs and own bytes."
     backward_extra: Callable[[Call], int] = _no_bytes
     "The same of the backward, beside the gradients of outputs and inputs."
+    deferred_extra: Callable[[Call], int] = _no_bytes
+    "What is added to that where weight gradients are put off."
     boundary: bool = False
     "Under selective recomputation the outputs and own bytes of a boundary stay; all else is made again."
     heavy: bool = False

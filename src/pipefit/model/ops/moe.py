@@ -51,6 +51,26 @@ def _pending_bytes(call: Call) -> int:
     return (tokens * experts + pairs * (2 * features + 3 * inner)) * call.compute_bytes
 
 
+def _forward_extra(call: Call) -> int:
+    """The zeros that the weighted outputs are added to: the sum is another tensor."""
+    tokens, features, _, _, _ = _sizes(call)
+    return tokens * features * call.compute_bytes
+
+
+def _backward_extra(call: Call) -> int:
+    """The larger of two moments, before x has its gradient: the gradient of the output before and after its weight (2 D
+    per pair); or the gate run again and its gradients (5 F), when output and weighted output (2 D) are gone."""
+    tokens, features, _, inner, pairs = _sizes(call)
+    return (pairs * max(2 * features, 5 * inner - 2 * features) - tokens * features) * call.compute_bytes
+
+
+def _deferred_extra(call: Call) -> int:
+    """At the second moment a pending W holds the output's gradient and h."""
+    _, features, _, inner, pairs = _sizes(call)
+    gate = max(2 * features, 6 * inner - features) - max(2 * features, 5 * inner - 2 * features)
+    return pairs * gate * call.compute_bytes
+
+
 OPERATORS = (
     OperatorKind(
         kind="moe",
@@ -68,6 +88,9 @@ OPERATORS = (
         own_bytes=_own_bytes,
         pending_values=(0,),
         pending_bytes=_pending_bytes,
+        forward_extra=_forward_extra,
+        backward_extra=_backward_extra,
+        deferred_extra=_deferred_extra,
         boundary=True,
         heavy=True,
     ),

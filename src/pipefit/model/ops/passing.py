@@ -293,8 +293,10 @@ class _Backward:
             if name and self.analysis.counts(name) and self.analysis.needs_gradient(name):
                 handed = self.analysis.hands_gradient_on(operator, name)
                 made.append((name, heap.hold(arrived[0]) if handed else heap.new(self.walk.bytes_of(name))))
-        heap.pass_by(kind.backward_extra(self.walk.calls[index]))
-        if self.deferred and self.analysis.trains(operator):
+        waits = self.deferred and self.analysis.trains(operator)
+        extra = kind.backward_extra(self.walk.calls[index])
+        heap.pass_by(extra + (kind.deferred_extra(self.walk.calls[index]) if waits else 0))
+        if waits:
             if kind.pending_gradients:
                 heap.hold(arrived[0])
             for place in kind.pending_values:

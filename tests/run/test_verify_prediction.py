@@ -1,0 +1,62 @@
+"""Whole-process bytes of a rank, parameters to buffers, against the simulator's peak: within 0.3 %.
+
+Beside `test_worker_memory.py`, which looks at activations of dense models: experts, shared parameters, shards.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import worker_plans as plans
+
+from pipefit.cluster import local
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.model.capture import capture
+from pipefit.model.graph import Model
+from pipefit.model.registry import describe
+from pipefit.plan.build import build_plan
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.predict import simulate_plan
+from pipefit.plan.types import Job
+from pipefit.run.verify import measure_rank
+from pipefit.run.worker import lane_of
+
+LLAMA = plans.LLAMA | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 4}
+CONFIGS = {
+    "tied": LLAMA | {"tie_word_embeddings": True},
+    "experts": plans.MIXTRAL | LLAMA | {"model_type": "mixtral", "num_hidden_layers": 4},
+    "narrow experts": plans.MIXTRAL | LLAMA | {"model_type": "mixtral", "intermediate_size": 24},
+    "gpt2": plans.GPT2 | {"vocab_size": 512, "n_positions": 128, "n_embd": 64, "n_layer": 6},
+}
+V = (0, 1, 2, 2, 1, 0)
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tied, first": ("tied", 0, {"stages": 4, "schedule": "1f1b"}),
+    "tied, last": ("tied", 3, {"stages": 4, "schedule": "1f1b"}),
+    "tied on one lane": ("gpt2", 0, {"stages": 6, "placement": V, "schedule": "v-half"}),
+    "experts": ("experts", 1, {"stages": 4, "schedule": "1f1b"}),
+    "experts, weight gradients put off": ("experts", 1, {"stages": 4, "schedule": "zb-h1"}),
+    "experts run again": ("experts", 2, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
+    "narrow experts": ("narrow experts", 1, {"stages": 4, "schedule": "1f1b"}),
+    "shards": ("tied", 0, {"stages": 2, "shards": (1, 1), "sharding": "megatron", "schedule": "1f1b"}),
+    "split state": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+}
+
+
+@lru_cache
+def model(name: str) -> Model:
+    described = describe(CONFIGS[name], name, name)
+    return capture(described.family, described.config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_predicted_peak_is_the_measured_one(case: str) -> None:
+    name, rank, decisions = CASES[case]
+    job = Job(batch=8, sequence=128, precision="float32", seed=5)
+    plan = build_plan(model(name), local(4), job, Decisions(microbatches=4, **decisions), name=name)
+    simulated = simulate_plan(plan, model(name), local(4)).timeline.peak_bytes[lane_of(plan, plan.devices[rank])]
+    measured = measure_rank(plan, model(name), rank, torch.device("cpu"), 1).train
+    assert simulated - WORKSPACE_BYTES == pytest.approx(measured, rel=0.003)
