@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from pipefit.schedule.fit.arrays import PLAIN, compiled, state, tables, trial
 from pipefit.schedule.fit.construct import all_starts, fits
 from pipefit.schedule.fit.instance import Instance, orders_of, schedule_of
 from pipefit.schedule.fit.kernel import evaluate
-from pipefit.schedule.fit.moves import shift_one, shift_run, shift_wave, toggle
+from pipefit.schedule.fit.moves import shift_critical, shift_one, shift_run, shift_wave, toggle, trace
 from pipefit.simulate import simulate
 
 DAG: tuple[Edge, ...] = ((0, 1, ""), (1, 3, ""), (0, 2, "skip"), (2, 3, ""), (3, 4, ""), (4, 5, ""), (1, 5, "far"))
@@ -113,7 +114,7 @@ def test_moves_are_legal_and_valued_as_if_from_the_start(seed: int) -> None:
     for n in range(40):
         for lane in range(instance.lanes):
             r.changed[lane] = False
-        move = n % 4
+        move = n % 5
         lane = rng.randrange(instance.lanes)
         if move == 0:
             since = shift_one(t, s, r, lane, 6)
@@ -121,6 +122,9 @@ def test_moves_are_legal_and_valued_as_if_from_the_start(seed: int) -> None:
             since = shift_run(t, s, r, lane)
         elif move == 2:
             since = shift_wave(t, s, r)
+        elif move == 3:
+            trace(t, s, r)
+            since = shift_critical(t, s, r, 6)
         else:
             since = toggle(t, s, r, lane)
         if since < 0:
@@ -148,6 +152,34 @@ def test_moves_are_legal_and_valued_as_if_from_the_start(seed: int) -> None:
     assert moved > 3
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_critical_path_leads_from_the_start_to_the_end(seed: int) -> None:
+    """Every operation on it starts when the one before it, on its lane or with its data, lets it start."""
+    problem = random_problem(random.Random(seed))
+    instance = Instance.of(problem, "span" if seed % 2 else "makespan")
+    t = tables(instance)
+    starts = all_starts(instance, problem, t, PLAIN)
+    if not starts:
+        return
+    s = state(t, instance, starts[0].orders)
+    PLAIN.sweep(t, s)
+    r = trial(t, s, 0)
+    trace(t, s, r)
+    path = r.path[: r.numbers[2]].tolist()
+    lane, at = path[0]
+    first = s.start[lane, 0] if t.span else 0.0
+    assert s.start[lane, at] + t.time[s.order[lane, at]] - first == s.value[0]
+    assert s.start[tuple(path[-1])] == 0.0
+    for (lane, at), (other, before) in pairwise(path):
+        gap = s.start[lane, at] - s.start[other, before] - t.time[s.order[other, before]]
+        if lane == other and at == before + 1:
+            assert gap == pytest.approx(0.0, abs=1e-9)
+        else:  # an edge, with its transfer; a busy port takes longer
+            stages = [instance.parts(s.order[place])[1] for place in ((lane, at), (other, before))]
+            assert stages[0] == stages[1] or tuple(sorted(stages)) in {edge[:2] for edge in instance.edges}
+            assert gap >= -1e-9
+
+
 def test_moves_of_every_kind_are_met() -> None:
     """The move test above must try what the search does: with room in memory each kind of move changes something."""
     problem = Problem(placement=vee(3), microbatches=4, costs=uniform_costs(vee(3)))
@@ -156,7 +188,9 @@ def test_moves_of_every_kind_are_met() -> None:
     s = state(t, instance, orders_of(instance, family("v-half")(problem)))
     assert PLAIN.sweep(t, s)
     r = trial(t, s, 1)
+    trace(t, s, r)
     for move in (
+        lambda: shift_critical(t, s, r, 6),
         lambda: shift_one(t, s, r, 0, 6),
         lambda: shift_run(t, s, r, 0),
         lambda: shift_wave(t, s, r),
@@ -184,7 +218,7 @@ def test_numba_changes_nothing(seed: int) -> None:
         r = trial(t, s, seed)
         best, size = s.order.copy(), s.length.copy()
         heats = np.array([0.3, 0.03, 0.99])
-        kept = loops.anneal(t, s, r, best, size, heats, np.array([0.02, 1e18, 10, 60, 85, 8.0]), 400)
+        kept = loops.anneal(t, s, r, best, size, heats, np.array([0.02, 1e18, 10, 60, 85, 8.0, 50.0]), 400)
         lanes = [order[:length].tolist() for order, length in zip(best, size, strict=True)]
         found.append(([start.time_s for start in starts], kept, lanes, s.value.tolist(), heats.tolist()))
     assert found[0] == found[1]

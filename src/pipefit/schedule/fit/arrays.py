@@ -123,7 +123,8 @@ def trial(t: Tables, s: State, seed: int) -> Trial:
         left=np.zeros(2 * lanes),
         waiting=np.zeros(lanes, dtype=np.int64),
         stack=np.zeros(lanes + 1, dtype=np.int64),
-        numbers=np.array([0, 1 + seed * 7919 % 2147483646], dtype=np.int64),
+        numbers=np.array([0, 1 + seed * 7919 % 2147483646, 0], dtype=np.int64),
+        path=np.zeros((len(s.begin), 2), dtype=np.int64),
         value=np.zeros(2),
         queue=np.zeros(8, dtype=np.int64),
     )

@@ -75,9 +75,9 @@ class Builder:
         return Start(time_s, name, orders)
 
 
-def all_starts(instance: Instance, problem: Problem, t: Tables, loops: Loops) -> list[Start]:
-    """All constructions that fit, best first, without doubles."""
-    starts = list(family_starts(instance, problem, t, loops))
+def all_starts(instance: Instance, problem: Problem | None, t: Tables, loops: Loops) -> list[Start]:
+    """All constructions that fit, best first, without doubles; without a problem no families."""
+    starts = list(family_starts(instance, problem, t, loops)) if problem is not None else []
     for merge in merge_choices(instance):
         starts += block_starts(instance, t, loops, merge)
     starts += pattern_starts(instance, t, loops)

@@ -28,12 +28,16 @@ CHUNK = 250
 """Moves between two looks at the clock."""
 WEIGHT = 0.02
 """Of the sum of the lanes' ends, beside the objective."""
-SHARES = 60, 25
+SHARES = 70, 15
 """Of a hundred moves: shifts of one operation, of a run. The rest are waves."""
 REACH = 8
 """Places that one operation is shifted at most."""
+CRITICAL = 60
+"""Of a hundred shifts of one operation: those of the critical path."""
 HOT, COLD = 0.12, 0.008
 """Of a mean operation."""
+HOTTEST = 4.0
+"""Later generations, with longer runs, begin hotter, at most by this factor."""
 
 
 @dataclass(slots=True)
@@ -69,23 +73,31 @@ def improve(
     generation = 0
     while budget.take(1) and best.time_s > goal_s:
         length = FIRST_LENGTH << generation
-        draws = seed + 1000 * generation
+        draws, hotter = seed + 1000 * generation, min(1.0 + generation, HOTTEST)
         pool = starts[: 1 if generation and len(starts) == 1 else RACERS]
         while len(pool) > 1 and budget.take(1):
-            pool = [run(instance, t, loops, one, budget, draws + n, length) for n, one in enumerate(pool)]
+            pool = [run(instance, t, loops, one, budget, draws + n, length, hotter) for n, one in enumerate(pool)]
             pool = sorted(pool, key=lambda one: one.time_s)[: len(pool) // 2]
             length *= 2
         for one in sorted((*pool, best), key=lambda one: one.time_s)[: 1 + (generation > 0)]:
-            found = run(instance, t, loops, one, budget, draws + 500, 2 * length)
+            found = run(instance, t, loops, one, budget, draws + 500, 2 * length, hotter)
             best = min(best, found, key=lambda one: one.time_s)
         generation += 1
     return best
 
 
 def run(
-    instance: Instance, t: Tables, loops: Loops, start: Start, budget: Budget, seed: int, moves: int | None = None
+    instance: Instance,
+    t: Tables,
+    loops: Loops,
+    start: Start,
+    budget: Budget,
+    seed: int,
+    moves: int | None = None,
+    hotter: float = 1.0,
 ) -> Start:
-    """What `moves` moves (default: all of the budget's) make of a start, while the heat falls once."""
+    """What `moves` moves (default: all of the budget's) make of a start, while the heat falls once, from `hotter` times
+    the heat that short runs begin with."""
     moves = budget.moves - budget.spent if moves is None else moves
     if not budget.take(moves):
         return start
@@ -95,8 +107,9 @@ def run(
     mean = float(t.time[np.concatenate(start.orders)].mean())
     value = s.value[0] + WEIGHT * s.value[1]
     free = toggles(instance)
-    settings = np.array([WEIGHT, value, free, *np.cumsum(SHARES) + free, REACH])
-    heats = np.array([HOT * mean, COLD * mean, (COLD / HOT) ** (1.0 / moves)])
+    settings = np.array([WEIGHT, value, free, *np.cumsum(SHARES) + free, REACH, CRITICAL])
+    hot = HOT * hotter
+    heats = np.array([hot * mean, COLD * mean, (COLD / hot) ** (1.0 / moves)])
     while moves > 0:
         now = budget.take(min(moves, CHUNK))
         if not now:

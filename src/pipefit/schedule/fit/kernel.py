@@ -102,7 +102,9 @@ class Trial(NamedTuple):
     "[lane]: the node that it waits for, or -1."
     stack: Any
     numbers: Any
-    "[evaluations so far, random state]"
+    "[evaluations so far, random state, length of the path]"
+    path: Any
+    "[n, 2]: lane and place of the operations of the critical path, last first."
     value: Any
     queue: Any
     "Operations that wait for memory."

@@ -135,12 +135,69 @@ def choose_place(t: Any, s: Any, r: Any, lane: int) -> int:
     return at
 
 
+def trace(t: Any, s: Any, r: Any) -> None:
+    """Write down the critical path: from the end of the lane that takes longest, back to what each operation waits for,
+    its lane or its data."""
+    lane, most = 0, -1.0
+    for other in range(len(s.length)):
+        last = s.length[other] - 1
+        end = s.start[other, last] + t.time[s.order[other, last]] - (s.start[other, 0] if t.span else 0.0)
+        if end > most:
+            lane, most = other, end
+    at, count = s.length[lane] - 1, 0
+    while at >= 0:
+        r.path[count, 0] = lane
+        r.path[count, 1] = at
+        count += 1
+        op, start = s.order[lane, at], s.start[lane, at]
+        if at and s.start[lane, at - 1] + t.time[s.order[lane, at - 1]] >= start:
+            at -= 1
+            continue
+        at = -1
+        row, unit = t.row[op], t.unit[op]
+        for k in range(t.in_first[row], t.in_first[row + 1]):
+            if s.arrival[t.in_slot[k], unit] >= start:
+                lane = t.row_lane[t.in_row[k]]
+                at = s.position[t.in_row[k] * t.units + unit]
+                break
+    r.numbers[2] = count
+
+
+def block_end(t: Any, s: Any, lane: int, at: int, step: int) -> int:
+    """The last place that is reached from `at`, backwards or forwards, without idle time in between."""
+    length = s.length[lane]
+    while 0 <= at + step < length:
+        first = min(at, at + step)
+        if s.start[lane, first] + t.time[s.order[lane, first]] < s.start[lane, first + 1]:
+            break
+        at += step
+    return at
+
+
+def shift_critical(t: Any, s: Any, r: Any, reach: int) -> float:
+    """A random operation of the critical path moves by up to `reach` places, or to an end of what its lane does without
+    a pause. Returns the time from which things change, or -1."""
+    entry = draw(r.numbers, r.numbers[2])
+    lane, at = r.path[entry, 0], r.path[entry, 1]
+    step = 1 if draw(r.numbers, 2) else -1
+    if draw(r.numbers, 3) == 0:
+        to = block_end(t, s, lane, at, step)
+    else:
+        to = min(max(at + step * (1 + draw(r.numbers, reach)), 0), s.length[lane] - 1)
+    return shift_to(t, s, r, lane, at, to)
+
+
 def shift_one(t: Any, s: Any, r: Any, lane: int, reach: int) -> float:
     """A random operation of a lane moves by up to `reach` places. Returns the time from which things change, or -1."""
     length = s.length[lane]
     at = choose_place(t, s, r, lane)
     by = 1 + draw(r.numbers, reach)
     to = max(at - by, 0) if draw(r.numbers, 2) else min(at + by, length - 1)
+    return shift_to(t, s, r, lane, at, to)
+
+
+def shift_to(t: Any, s: Any, r: Any, lane: int, at: int, to: int) -> float:
+    """The operation at a place moves towards another. Returns the time from which things change, or -1."""
     pulls = draw(r.numbers, 2)
     open_lane(s, r, lane)
     came = shift(t, r, lane, at, to)
@@ -251,7 +308,8 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
     """Try `moves` random changes of the orders in `s`, keeping those that cost no more than a random part of the heat,
     which falls from `heats[0]` to `heats[1]`. The best orders go into `best`, with their lengths in `size`.
     `settings`: weight of the sum of ends, best value so far, and of a hundred moves, how many are a toggle, a shift of
-    one or before, of a run or before; the reach of a shift. Returns how many were kept."""
+    one or before, of a run or before; the reach of a shift; of a hundred shifts of one, how many are on the critical
+    path. Returns how many were kept."""
     lanes = len(s.length)
     weight = settings[0]
     heat = heats[0]
@@ -260,6 +318,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
     floor = 0.0
     for lane in range(lanes):
         floor += t.work[lane]
+    trace(t, s, r)
     for _ in range(moves):
         heat *= heats[2]
         for lane in range(lanes):
@@ -269,7 +328,10 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
         if which < settings[2]:
             since = toggle(t, s, r, lane)
         elif which < settings[3]:
-            since = shift_one(t, s, r, lane, int(settings[5]))
+            if draw(r.numbers, 100) < settings[6]:
+                since = shift_critical(t, s, r, int(settings[5]))
+            else:
+                since = shift_one(t, s, r, lane, int(settings[5]))
         elif which < settings[4]:
             since = shift_run(t, s, r, lane)
         else:
@@ -296,6 +358,7 @@ def anneal(t: Any, s: Any, r: Any, best: Any, size: Any, heats: Any, settings: A
                 for place in range(r.length[lane]):
                     s.order[lane, place] = r.order[lane, place]
         sweep(t, s)
+        trace(t, s, r)
         current = s.value[0] + weight * s.value[1]
         if current < settings[1]:
             settings[1] = current

@@ -17,6 +17,7 @@ from pipefit.schedule.fit.construct import FEW_SPEEDS, all_starts, block_starts,
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
 from pipefit.schedule.fit.instance import Floats, Instance, Objective
+from pipefit.schedule.fit.kernel import Tables
 from pipefit.schedule.fit.options import Choice, Mixture, check_options, choices, chosen
 from pipefit.schedule.fit.periodic import repeating, tuned
 from pipefit.schedule.fit.result import Fit
@@ -28,8 +29,8 @@ MOVES = 100_000
 """Moves of the local search that are tried by default."""
 REPAIRS = 8
 """Times that limits are tightened because of buffers before giving up."""
-AFTERWARDS = 2.5
-"""Of the time for the search, so many times what the simulator took once are kept for the end."""
+AFTERWARDS = 1.3
+"""Of the time for the search, so many times what merging and the simulator took once are kept for the end."""
 PIECES = 12
 LEAST_PIECE = 500
 """Where buffers are in the way: so many searches from the best orders that fit, with so many moves at least."""
@@ -118,10 +119,9 @@ def _within_limits(search: Search, begin: list[Start]) -> tuple[Start, float]:
         if not starts:
             break
         if budget.until_s < math.inf:
-            search.simulated.of(starts[0])  # to know how long that takes
+            budget.kept_s = max(budget.kept_s, AFTERWARDS * _ending_s(search, tight, t, starts[0]))
         safe = _first_safe(search, starts, safe)
         over = search.simulated.excess(starts[0])
-        budget.kept_s = AFTERWARDS * search.simulated.longest_s
         if not over.any():
             alone = safe is None or safe.time_s >= starts[0].time_s
             part = budget if alone else _half(budget)
@@ -141,6 +141,14 @@ def _within_limits(search: Search, begin: list[Start]) -> tuple[Start, float]:
             raise _too_tight(search.problem, instance, search.loops)
         safe = min(slow, key=lambda start: start.time_s)
     return _exactly(search, instance, _carefully(search, safe))
+
+
+def _ending_s(search: Search, tight: Instance, t: Tables, start: Start) -> float:
+    """What it takes to end a search: merging, and the simulator's word."""
+    began = time.perf_counter()
+    merge_neighbours(tight, t, search.loops, start)
+    search.simulated.of(start)
+    return time.perf_counter() - began
 
 
 def _first_safe(search: Search, starts: list[Start], safe: Start | None) -> Start | None:
@@ -215,7 +223,8 @@ def _starts(search: Search, instance: Instance, known: list[Start]) -> list[Star
     if microbatches < instance.microbatches:
         short = shortened(instance, microbatches)
         short_t = tables(short)
-        begin = all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
+        begin = all_starts(short, None, short_t, loops)
+        begin = begin or all_starts(short, replace(problem, microbatches=microbatches), short_t, loops)
         for n in range(SHORTS if begin else 0):
             inner = budget.part(SHORT_SHARE)
             best = improve(short, short_t, loops, begin[n:] or begin, inner, search.seed + 10 * n)

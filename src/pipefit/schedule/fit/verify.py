@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,22 +28,19 @@ def peaks(problem: Problem, schedule: Schedule) -> Floats:
 
 @dataclass(slots=True)
 class Simulated:
-    """What the simulator says of orders, the last ones remembered, and the longest time that it took."""
+    """What the simulator says of orders; the last ones are remembered."""
 
     problem: Problem
     instance: Instance
     start: Start | None = None
     schedule: Schedule | None = None
     peak_bytes: Floats | None = None
-    longest_s: float = 0.0
 
     def of(self, start: Start) -> tuple[Schedule, Floats]:
         """The schedule and the peak of every lane."""
         if self.start is not start or self.schedule is None or self.peak_bytes is None:
-            began = time.perf_counter()
             self.start, self.schedule = start, schedule_of(self.instance, start.orders)
             self.peak_bytes = peaks(self.problem, self.schedule)
-            self.longest_s = max(self.longest_s, time.perf_counter() - began)
         return self.schedule, self.peak_bytes
 
     def excess(self, start: Start) -> Floats:
