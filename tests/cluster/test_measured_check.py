@@ -10,7 +10,16 @@ import pytest
 
 from pipefit.cluster import load, local, parse_spec
 from pipefit.cluster.files import check
-from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve
+from pipefit.cluster.measured import (
+    ActionCurve,
+    CollectiveCurve,
+    LayerCurve,
+    LinkCurve,
+    Measured,
+    RailCurve,
+    Sharing,
+    Uplink,
+)
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text
 from pipefit.errors import ClusterError
@@ -70,6 +79,35 @@ def test_curves_that_cannot_be(measured: dict[str, Any], message: str, place: st
     assert message in str(caught.value)
     where = str(caught.value).split("where: cluster.json: measured.")[1].splitlines()[0]
     assert where.endswith(place)
+
+
+SHARING = Sharing(
+    out_bytes_per_s=(1e9, 1e9), out_shared=(True, False), in_bytes_per_s=(1e9, 1e9), in_shared=(False, False)
+)
+
+
+@pytest.mark.parametrize(
+    ("rail", "message", "place"),
+    [
+        ({"predicted": ((2,), ())}, "marked as predicted whose host the file does not have", "predicted[0]"),
+        ({"sharing": replace(SHARING, in_bytes_per_s=(1e9,))}, "not one figure for each host", "in_bytes_per_s"),
+        ({"sharing": replace(SHARING, out_bytes_per_s=(0.0, 1.0))}, "figure is impossible", "out_bytes_per_s"),
+        (
+            {"sharing": replace(SHARING, uplinks=(Uplink(hosts=("x",), up_bytes_per_s=1.0, down_bytes_per_s=None),))},
+            "An uplink names hosts that the file does not have",
+            "sharing.uplinks[0].hosts",
+        ),
+    ],
+)
+def test_what_a_rail_says_beside_its_times_that_cannot_be(rail: dict[str, Any], message: str, place: str) -> None:
+    good = replace(parse_spec("2x1xT4:25Gbit/s"), measured=Measured(rails={"network": replace(RAIL, sharing=SHARING)}))
+    check(good)
+    assert good.measured is not None
+    bad = replace(good, measured=Measured(rails={"network": replace(good.measured.rails["network"], **rail)}))
+    with pytest.raises(ClusterError) as caught:
+        check(bad, "cluster.json")
+    assert message in str(caught.value)
+    assert str(caught.value).split("where: ")[1].splitlines()[0].endswith(place)
 
 
 def test_a_missing_link_of_a_rail_is_named(tmp_path: Path) -> None:

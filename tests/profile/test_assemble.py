@@ -9,7 +9,7 @@ import pytest
 from profile_toys import SOFTWARE, Simulated, members, rates
 
 from pipefit.cluster import link_between, local, parse_spec
-from pipefit.cluster.measured import ActionCurve, LayerCurve, LayerPoint
+from pipefit.cluster.measured import ActionCurve, LayerCurve, LayerPoint, Sharing, Uplink
 from pipefit.cluster.types import Cluster, Provenance
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.collectives import all_gather_s, all_reduce_s
@@ -18,9 +18,10 @@ from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.errors import ClusterError, FormatError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
-from pipefit.profile.assemble import Findings, assemble, check_same_software, host_ranks, short_kinds
+from pipefit.profile.assemble import Findings, RailNotes, assemble, check_same_software, host_ranks, short_kinds
 from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.environment import check_environment, fingerprint
+from pipefit.profile.estimate import Shape
 from pipefit.profile.facts import middle_rates
 from pipefit.profile.links import SIZES, LinkSample, survey
 from pipefit.profile.partial import Partial, PartialFile, load_partial, partial_path
@@ -88,6 +89,47 @@ def test_links_that_could_not_be_measured_are_named() -> None:
     inside.inside = [s for s in inside.inside if s.target != 1]
     with pytest.raises(ClusterError, match="device 0 of host0 -> device 1 of host0"):
         assemble(inside, "toy", WHEN, 1.0)
+
+
+def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -> None:
+    """Of eight hosts five rounds of seven: the file says which links nobody measured, and how sure they are."""
+    network = like(Simulated(8, noise=0.02), per_host=1)
+    made = findings(8, 1, network)
+    games = rounds(range(8))[:5]
+    met = {frozenset(pair) for pairs in games for pair in pairs}
+    made.rails["network"] = survey(games, SIZES, 3, network.measure).samples
+    made.rates = {"cpu": rates()}
+    sharing = Sharing(
+        out_bytes_per_s=(2e9,) * 8,
+        out_shared=(False,) * 7 + (True,),
+        in_bytes_per_s=(2e9,) * 8,
+        in_shared=(False,) * 8,
+        uplinks=(Uplink(hosts=("host0", "host1"), up_bytes_per_s=1.5e9, down_bytes_per_s=None),),
+    )
+    made.surveys["network"] = RailNotes(
+        rounds=5, full_rounds=7, repeats=3, shape=Shape(), held_out_error=0.012, sharing=sharing, crowded=True
+    )
+    cluster = assemble(made, "toy", WHEN, 1.0)
+    assert cluster.measured is not None
+    curve = cluster.measured.rails["network"]
+    assert {frozenset((a, b)) for a, row in enumerate(curve.predicted) for b in row} == {
+        frozenset((a, b)) for a in range(8) for b in range(a) if frozenset((a, b)) not in met
+    }
+    apart = ~np.eye(8, dtype=bool)
+    assert np.array(cluster.rails[0].bandwidth_bytes_per_s)[apart] == pytest.approx(1e9, rel=0.1)
+    assert (np.array(curve.error)[apart] < 0.1).all() and (np.array(curve.error)[apart] > 0).all()
+    assert curve.method is not None and curve.method.held_out_error == 0.012 and curve.method.rounds == 5
+    assert not cluster.rails[0].shared_ports, "most ports carry more than one link"
+    assert load_text(Cluster, dump_text(cluster), "c.json") == cluster
+    text = summary(cluster)
+    assert "network: 5 rounds of pairs (7 are all pairs), 3 times; noise" in text
+    assert "16 links were not measured but concluded from others, mean error 1.2%" in text
+    assert "a port limits what 1 of 8 hosts send to two others at once" in text
+    assert "host0, host1 share 1.50 GB/s out" in text and "slow each other down" in text
+    everything = replace(made.surveys["network"], shape=None)
+    made.surveys["network"] = everything
+    with pytest.raises(ClusterError, match="These links could not be measured"):
+        assemble(made, "toy", WHEN, 1.0)
 
 
 def test_ranks_that_are_out_of_order_mixed_or_of_other_software() -> None:

@@ -150,7 +150,8 @@ def start_hosts(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
 @pytest.mark.gloo
 def test_three_hosts_are_joined_by_a_rail_of_measured_pairs(tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
-    finished = [finish(process) for process in start_hosts(3, "--quick", "--device", "cpu", "-o", str(output))]
+    arguments = ("--only", "links", "--quick", "--device", "cpu", "-o", str(output))
+    finished = [finish(process) for process in start_hosts(3, *arguments)]
     assert [code for code, _, _ in finished] == [0, 0, 0], finished
     cluster = load(output)
     assert [host.name for host in cluster.hosts] == ["node0", "node1", "node2"]
@@ -158,6 +159,11 @@ def test_three_hosts_are_joined_by_a_rail_of_measured_pairs(tmp_path: Path) -> N
     assert all(rail.bandwidth_bytes_per_s[a][b] > 1e6 for a in range(3) for b in range(3) if a != b)
     assert all(0 <= value <= 1 for row in rail.repeatability for value in row)
     assert cluster.measured is not None and len(cluster.measured.rails["network"].sizes_bytes) == 4
+    curve = cluster.measured.rails["network"]
+    assert curve.method is not None and (curve.method.rounds, curve.method.full_rounds) == (3, 3)
+    assert curve.sharing is not None and len(curve.sharing.out_bytes_per_s) == 3
+    assert min(*curve.sharing.out_bytes_per_s, *curve.sharing.in_bytes_per_s) > 1e6
+    assert not cluster.measured.collectives and not cluster.measured.layers
     assert finished[1][1] == "", "only rank 0 speaks"
 
 
@@ -257,6 +263,8 @@ def command(*arguments: str) -> tuple[int, str]:
         (("--local", "-1"), "The number is too small."),
         (("--sequence", "4"), "The number is too small."),
         (("--dtype", "int8"), "The dtype is unknown."),
+        (("--host-rounds", "2"), "The number of rounds of pairs of hosts is not understood."),
+        (("--only", "layers"), "This part cannot be measured alone."),
         (("--from", "ibstat", "x"), "No reader has this name."),
         (("--model", "no-such-model"), "The model is not known."),
     ],

@@ -18,7 +18,7 @@ from pipefit.profile.adaptive import SMALL, Adaptive
 from pipefit.profile.assemble import RailNotes
 from pipefit.profile.completion import complete
 from pipefit.profile.estimate import Shape, pair_times, tabulate
-from pipefit.profile.links import Games, LinkSurvey, survey
+from pipefit.profile.links import Games, LinkSurvey, Outcome, survey
 from pipefit.profile.sharing import Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.state import Session
 from pipefit.profile.tournament import Pair, mixed, remixed, rounds, thinned
@@ -96,7 +96,7 @@ class BetweenHosts:
         self.session.require_all(self.phase)
         self.session.show(f"{self.phase}: whether they slow each other down", 0, 1)
         looked = games if few else games[:ROUNDS]
-        found = crowd(looked, self.shared_bytes, self.wire.measure, sample=0 if few else SAMPLE)
+        found = crowd(looked, self.shared_bytes, self._unless_lost, sample=0 if few else SAMPLE)
         self.session.require_all(self.phase)
         way = self._spread_out(found) if found.disturbed else Way(len(self.ranks))
         wanted = self.session.config.host_rounds
@@ -143,7 +143,7 @@ class BetweenHosts:
         """Who may be measured at the same time, where not all may: among few hosts nobody; else one pair of a rack,
         where racks can be told, and one pair of every sixteen hosts, where they cannot."""
         if len(self.ranks) <= SMALL:
-            return Way(1, racks(self.ranks, found, self.shared_bytes, self.wire.measure))
+            return Way(1, racks(self.ranks, found, self.shared_bytes, self._unless_lost))
         beside = LinkSurvey()
         survey(
             lambda repeat: mixed([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2, self.wire.measure,
@@ -176,13 +176,17 @@ class BetweenHosts:
 
         told = [[from_data(Hub, hub, "hub") for hub in each] for each in self._agree(groups)]
         size, repeats = self.shared_bytes, min(3, self.repeats)
-        found = ports(told, size, repeats, self.wire.measure)
+        found = ports(told, size, repeats, self._unless_lost)
         names = {rank: self.session.members[rank].host for rank in self.ranks}
         ways: list[Uplink] = []
         if classes:
-            ways = uplinks(self.ranks, classes, names, rates, size, repeats, self.wire.measure)
+            ways = uplinks(self.ranks, classes, names, rates, size, repeats, self._unless_lost)
         self.session.require_all(self.phase)
         return sharing(self.ranks, found, ways)
+
+    def _unless_lost(self, pairs: Sequence[Pair], size: int) -> Outcome:
+        """`Wire.measure` until somebody is lost: then what is looked for cannot be found any more."""
+        return Outcome({}) if self.session.board.lost else self.wire.measure(pairs, size)
 
     def _agree(self, make: Callable[[], Any]) -> Any:
         """What rank 0 makes of the samples, on all ranks."""

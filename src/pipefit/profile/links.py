@@ -104,16 +104,13 @@ def survey(
 
 
 def latency_and_bandwidth(sizes_bytes: Sequence[int], time_s: Sequence[float] | Array) -> tuple[float, float]:
-    """(latency in s, bandwidth in bytes/s) of time = latency + size / bandwidth, by least squares on relative errors.
+    """(latency in s, bandwidth in bytes/s) of time = latency + size / bandwidth, through the smallest and the largest
+    message.
 
-    Small messages go by other ways than large ones, so the line passes between; curves keep the sizes apart.
+    Messages between go by other ways, or gain by what the network lets through at once: curves keep the sizes apart.
     """
-    from scipy.optimize import nnls
-
     times = np.asarray(time_s, dtype=np.float64)
-    sizes = np.asarray(sizes_bytes, dtype=np.float64)
-    scale = sizes.max()
-    matrix = np.stack([np.ones_like(times), sizes / scale], axis=-1) / times[:, None]
-    latency_s, whole_s = nnls(matrix, np.ones(len(times)))[0]
-    slowest = times.max() * 1e-6
-    return float(latency_s), float(scale / max(whole_s, slowest))
+    least_s = float(times.max()) * 1e-6
+    bytes_s = max(float(times[-1] - times[0]), least_s)
+    bandwidth = (sizes_bytes[-1] - sizes_bytes[0]) / bytes_s
+    return max(0.0, float(times[0]) - sizes_bytes[0] / bandwidth), bandwidth

@@ -79,15 +79,30 @@ def crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: i
 def racks(members: Sequence[int], found: Crowd, size: int, measure: Measure) -> dict[int, int]:
     """Class of every member: hosts of one class share a way out. Two suspects at a time send to others, three
     times to other ones: if they always reach less than alone, they share. Needs every pair alone."""
-    suspects = found.suspects()
+    tries: dict[Pair, list[list[Pair]]] = {}
+    slow: set[Pair] = set()
+    for couple in itertools.combinations(found.suspects(), 2):
+        tries[couple] = _targets(*couple, members, found)
+        if tries[couple] and min(_slowed(pairs, found.alone, size, measure) for pairs in tries[couple]) > SLOWER:
+            slow.add(couple)
+    joined = _senders(tries, slow)
     joins, parts = (np.zeros((len(members), len(members)), dtype=np.int64) for _ in range(2))
     place = {member: index for index, member in enumerate(members)}
-    for one, other in itertools.combinations(suspects, 2):
-        slowed = [_slowed(pairs, found.alone, size, measure) for pairs in _targets(one, other, members, found)]
-        if slowed:
-            matrix = joins if min(slowed) > SLOWER else parts
-            matrix[place[one], place[other]] = matrix[place[other], place[one]] = 1
+    for one, other in tries:
+        matrix = joins if (one, other) in joined else parts
+        matrix[place[one], place[other]] = matrix[place[other], place[one]] = 1
     return dict(zip(members, (int(label) for label in merged(joins, parts)), strict=True))
+
+
+def _senders(tries: Mapping[Pair, Sequence[Sequence[Pair]]], slow: set[Pair]) -> set[Pair]:
+    """Of couples that were slow together those that share themselves, not what they sent to: couples all of whose
+    targets were slow couples too are left out where one of these is sure, having sent to some that were not."""
+
+    def couples(couple: Pair) -> list[Pair]:
+        return [(min(x, y), max(x, y)) for (_, x), (_, y) in tries[couple]]
+
+    sure = {couple for couple in slow if any(to not in slow for to in couples(couple))}
+    return {couple for couple in slow if couple in sure or not any(to in sure for to in couples(couple))}
 
 
 def _targets(one: int, other: int, members: Sequence[int], found: Crowd) -> list[list[Pair]]:
@@ -116,7 +131,8 @@ def _targets(one: int, other: int, members: Sequence[int], found: Crowd) -> list
 
 def _slowed(pairs: Sequence[Pair], alone: Rates, size: int, measure: Measure) -> float:
     """What pairs reach alone over what they reach together."""
-    return sum(alone[pair] for pair in pairs) / sum(_together(pairs, size, 1, measure).values())
+    reached = sum(_together(pairs, size, 1, measure).values())
+    return sum(alone[pair] for pair in pairs) / reached if reached else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from pipefit.cluster.measured import RailCurve
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.units import format_bandwidth, format_bytes, format_flops, format_seconds
@@ -38,7 +41,7 @@ def summary(cluster: Cluster) -> str:
 
 def _measured(cluster: Cluster) -> list[str]:
     assert cluster.measured is not None
-    lines = []
+    lines = [line for name, rail in cluster.measured.rails.items() for line in _rail(name, rail)]
     for curve in cluster.measured.layers:
         lines.append(
             f"  layer {curve.name} on {curve.kind}, {curve.dtype}, {curve.setting}: {len(curve.points)} points, "
@@ -52,6 +55,32 @@ def _measured(cluster: Cluster) -> list[str]:
     lines += [f"  note: {note}" for note in cluster.measured.notes]
     lines.append(f"  measured in {cluster.measured.seconds:.0f} s")
     return lines
+
+
+def _rail(name: str, rail: RailCurve) -> Iterator[str]:
+    """How its links were measured, and what they share."""
+    if rail.method is not None:
+        how, predicted = rail.method, sum(map(len, rail.predicted))
+        yield (
+            f"  {name}: {how.rounds} rounds of pairs ({how.full_rounds} are all pairs), {how.repeats} times; "
+            f"noise {how.noise:.1%}; the order of measuring is {how.order_share:.0%} of the variance"
+        )
+        if predicted:
+            error = f", mean error {how.held_out_error:.1%}" if how.held_out_error is not None else ""
+            yield f"  {name}: {predicted} links were not measured but concluded from others{error}"
+        if how.crowded:
+            yield f"  {name}: hosts slow each other down when they send at the same time"
+    if rail.sharing is not None:
+        shared = sum(rail.sharing.out_shared)
+        count = len(rail.sharing.out_shared)
+        yield f"  {name}: a port limits what {shared} of {count} hosts send to two others at once"
+        for uplink in rail.sharing.uplinks:
+            rates = [
+                f"{format_bandwidth(rate)} {way}"
+                for rate, way in ((uplink.up_bytes_per_s, "out"), (uplink.down_bytes_per_s, "in"))
+                if rate is not None
+            ]
+            yield f"  {name}: {', '.join(uplink.hosts)} share {' and '.join(rates)}"
 
 
 def _s(things: object) -> str:
