@@ -93,16 +93,23 @@ class Contended:
         self.down = list(self.up)
 
     def rate(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
-        """Each the least of its own rate and an even part of all that it shares."""
-        loads: dict[tuple[str, int], int] = {}
-        for pair in pairs:
-            for place in self._places(*pair):
-                loads[place] = loads.get(place, 0) + 1
+        """Max-min fair: all grow together; whoever has its own rate, or passes through something full, stops."""
         limit = {"out": self.port, "in": self.port, "up": self.up, "down": self.down}
-        return {
-            (a, b): min(float(self.pair[a, b]), *(limit[kind][i] / loads[kind, i] for kind, i in self._places(a, b)))
-            for a, b in pairs
-        }
+        done: dict[Pair, float] = {}
+        while len(done) < len(pairs):
+            room: dict[tuple[str, int], tuple[float, int]] = {}
+            for pair in pairs:
+                for kind, i in self._places(*pair):
+                    left, growing = room.get((kind, i), (limit[kind][i], 0))
+                    room[kind, i] = (left - done.get(pair, 0.0), growing + (pair not in done))
+            level = {
+                pair: min(float(self.pair[pair]), *(room[at][0] / room[at][1] for at in self._places(*pair)))
+                for pair in pairs
+                if pair not in done
+            }
+            least = min(level.values())
+            done |= {pair: rate for pair, rate in level.items() if rate <= least * (1 + 1e-9)}
+        return done
 
     def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
         rates = self.rate(pairs)

@@ -46,11 +46,11 @@ class Crowd:
         return max(self.slowdown.values(), default=1.0) > SLOWER
 
     def suspects(self) -> list[int]:
-        """Hosts that a fifth of their messages to others leave more slowly beside others."""
+        """Hosts that a tenth of their messages to others leave more slowly beside others."""
         out: dict[int, list[bool]] = {}
         for (source, _), slower in self.slowdown.items():
             out.setdefault(source, []).append(slower > SLOWER)
-        return sorted(host for host, slowed in out.items() if 5 * sum(slowed) >= len(slowed))
+        return sorted(host for host, slowed in out.items() if any(slowed) and 10 * sum(slowed) >= len(slowed))
 
 
 def crowd(games: Games, size: int, measure: Measure, *, sample: int = 0, seed: int = 0) -> Crowd:
