@@ -16,7 +16,7 @@ from pipefit.cluster.measured import Sharing, Uplink
 from pipefit.codec import from_data, to_data
 from pipefit.profile.adaptive import SMALL, Adaptive
 from pipefit.profile.assemble import RailNotes
-from pipefit.profile.completion import complete
+from pipefit.profile.classes import find_classes
 from pipefit.profile.estimate import Shape, pair_times, tabulate
 from pipefit.profile.links import Games, LinkSurvey, Outcome, survey
 from pipefit.profile.sharing import Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
@@ -39,6 +39,10 @@ SHARED_S = 0.03
 ROUNDS, SAMPLE = 4, 8
 """Of many hosts, rounds and pairs of each round that are measured alone as well, to see whether they disturb each
 other."""
+
+CROWD_APART = 3.0
+"""How far apart heaps must be (`classes.APART`) among pairs that disturb each other, by as much as chance has it. What
+is found so is tried."""
 
 DECIDE_S = 600.0
 """How long ranks wait for what rank 0 decides."""
@@ -152,7 +156,12 @@ class BetweenHosts:
         self.session.require_all(self.phase)
         alike = self._agree(lambda: _classes(beside, self.ranks))
         if alike:
-            return Way(len(self.ranks), dict(zip(self.ranks, alike, strict=True)))
+            way = Way(len(self.ranks), dict(zip(self.ranks, alike, strict=True)))
+            thin = way.thin(mixed([self.ranks])(0)[:ROUNDS])
+            again = crowd(thin, self.shared_bytes, self._unless_lost, sample=SAMPLE)
+            self.session.require_all(self.phase)
+            if not again.disturbed:
+                return way
         return Way(len(self.ranks) // SMALL)
 
     def _sharing(self, way: Way, shape: Shape | None) -> Sharing:
@@ -196,7 +205,7 @@ class BetweenHosts:
 
 
 def _classes(found: LinkSurvey, ranks: Sequence[int]) -> list[int]:
-    alike = complete(tabulate(found.samples, ranks)).alike
+    alike = find_classes(tabulate(found.samples, ranks), apart=CROWD_APART)
     return list(alike.classes) if alike else []
 
 
