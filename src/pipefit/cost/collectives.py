@@ -1,4 +1,5 @@
-"""Collectives over the very group: rings over its links, or host by host and then between hosts, whichever is faster.
+"""Collectives over the very group: rings over its links, or host by host and then between hosts, whichever is faster
+(over gloo, which knows rings only, always the former).
 
 Several groups usually run the same collective at the same time (the replicas of every shard position; the shard
 groups of every replica) and share ports, so every function takes all of them. Sizes are the bytes of the whole
@@ -38,6 +39,8 @@ def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
 def _one_way_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
     """One pass, flat or in two levels."""
     flat = _pass_s(network, operation, rings, total_bytes)
+    if network.over_gloo:
+        return flat
     inside, between, parts = _levels(network, rings)
     if between is None or inside is None:
         return flat
@@ -45,9 +48,20 @@ def _one_way_s(network: Network, operation: str, rings: Rings, total_bytes: floa
     return min(flat, across + _pass_s(network, operation, inside, total_bytes))
 
 
+def ring_of(network: Network, operation: str, rings: Rings) -> RingTime:
+    """One step of the rings of a collective. gloo's sums go round from each device to the one before it, its gathers
+    to the one behind it (gloo/allreduce.cc, gloo/allgather.cc)."""
+    return network.rings(rings, backwards=passes_backwards(network, operation))
+
+
+def passes_backwards(network: Network, operation: str) -> bool:
+    """Whether each device of a ring sends to the one before it."""
+    return network.over_gloo and operation in ("all_reduce", "reduce_scatter")
+
+
 def _pass_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
-    ring = network.rings(rings)
-    latency, per_byte = network.collective_factors(operation)
+    ring = ring_of(network, operation, rings)
+    latency, per_byte = network.collective_factors(operation, network.inside(rings))
     return RingTime(ring.hops, ring.latency_s * latency, ring.s_per_byte * per_byte).pass_s(total_bytes)
 
 

@@ -126,12 +126,15 @@ def rail_message_time_s(curve: RailCurve, source: int, target: int, size_bytes: 
     return along_knots(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
 
 
-def collective_factors(measured: Measured, operation: str) -> tuple[float, float]:
+def collective_factors(measured: Measured, operation: str, host: Sequence[int], inside: bool) -> tuple[float, float]:
     """(latency factor, bandwidth factor) of a collective against a ring over its links: the geometric mean over the
-    measured groups, and (1, 1) where none was measured."""
+    measured groups inside one host, or over those on several; over all where there were none of these; and (1, 1)
+    where none was measured. `host` is the host of every device."""
     curves = [curve for curve in measured.collectives if curve.operation == operation]
     if not curves:
         return 1.0, 1.0
+    alike = [curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside]
+    curves = alike or curves
     factors = np.log([(curve.latency_factor, curve.bandwidth_factor) for curve in curves])
     latency, bandwidth = np.exp(factors.mean(axis=0))
     return float(latency), float(bandwidth)
@@ -223,11 +226,13 @@ class MeasuredCosts:
             return self._corrected(guess, silent, kind, precision)
         plain = self.roofline.layer(graph, place, kind, precision, "none", _free, "no collectives")
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
+        more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
         return replace(
             guess,
             forward_s=times.forward_s + guess.forward_s - silent.forward_s,
-            input_s=times.input_s + guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio,
+            input_s=times.input_s + more_s,
             weight_s=times.weight_s + guess.weight_s - silent.weight_s,
+            fused_s=times.fused_s + more_s + guess.weight_s - silent.weight_s,
         )
 
     def _corrected(self, guess: LayerCost, silent: LayerCost, kind: DeviceKind, precision: Precision) -> LayerCost:

@@ -3,7 +3,8 @@
 A message takes the link's latency and its bytes over the link's bandwidth, or the time that the measured curve of that
 link gives for its size. Messages that leave one port at the same
 time share it: inside a host each device has its own port; between hosts the devices of a host share the port of the
-rail they send on, unless the rail says otherwise. Nothing here knows stages or plans.
+rail they send on, unless the rail says otherwise, or a profile found what ports and uplinks carry. Nothing here knows
+stages or plans.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipefit.cluster.measured import Sharing
 from pipefit.cluster.topology import SELF, device_count, host_index, kind_of, link_between, rail_index
 from pipefit.cluster.types import Cluster, DeviceKind, Link
 from pipefit.cost.curves import collective_factors, message_time_s, rail_message_time_s
 
 Port = tuple[str, int, int]
-"""("device", device, 0), or ("host out" or "host in", host, rail)."""
+"""("device", device, 0), ("host out" or "host in", host, rail), ("link", source x hosts + target, rail), or ("rack up"
+or "rack down", uplink, rail)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,14 @@ class Network:
         self.kinds: tuple[DeviceKind, ...] = tuple(kind_of(cluster, device) for device in range(count))
         self._links: dict[tuple[int, int, int], Link] = {}
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
-        self._factors: dict[str, tuple[float, float]] = {}
+        self._factors: dict[tuple[str, bool], tuple[float, float]] = {}
 
     @property
     def over_gloo(self) -> bool:
-        """Whether the devices are processors, whose processes talk over gloo."""
-        return all(kind.name.split("-")[0] == "cpu" for kind in self.kinds)
+        """Whether processes talk over gloo: the devices are processors, by their kind or as they were measured."""
+        known = self.cluster.provenance.environment
+        measured = self.cluster.measured is not None and "cpu" in known and "device" not in known
+        return measured or all(kind.name.split("-")[0] == "cpu" for kind in self.kinds)
 
     def link(self, source: int, target: int) -> Link:
         """The way from one device to another."""
@@ -86,24 +91,38 @@ class Network:
             if link is SELF or size == 0:
                 continue
             latency_s = max(latency_s, link.latency_s)
-            for port in self._ports(source, target):
-                busy[port] += self._busy_s(source, target, size)
+            for port, seconds in self.loads(source, target, size, self.busy_s(source, target, size)):
+                busy[port] += seconds
         port_s = max(busy.values(), default=0.0)
         return TransferTime(latency_s + port_s, port_s)
 
-    def rings(self, rings: Sequence[Sequence[int]]) -> RingTime:
-        """One step of rings that run at the same time, each through its devices in ascending order, host by host."""
-        key = tuple(tuple(sorted(ring)) for ring in rings if len(ring) > 1)
+    def rings(self, rings: Sequence[Sequence[int]], backwards: bool = False) -> RingTime:
+        """One step of rings that run at the same time, each through its devices in ascending order, host by host, or
+        in descending order."""
+        key = tuple(tuple(sorted(ring, reverse=backwards)) for ring in rings if len(ring) > 1)
         if key not in self._rings:
             self._rings[key] = self._ring_time(key)
         return self._rings[key]
 
-    def collective_factors(self, operation: str) -> tuple[float, float]:
-        """What the latency and the seconds per byte of a ring are multiplied by, where collectives were measured."""
-        if operation not in self._factors:
+    def collective_factors(self, operation: str, inside: bool = False) -> tuple[float, float]:
+        """What the latency and the seconds per byte of a ring are multiplied by, where collectives were measured:
+        rings `inside` hosts by what rings inside a host showed, the others by what those between hosts did."""
+        key = (operation, inside)
+        if key not in self._factors:
             measured = self.cluster.measured
-            self._factors[operation] = collective_factors(measured, operation) if measured else (1.0, 1.0)
-        return self._factors[operation]
+            self._factors[key] = collective_factors(measured, operation, self.host, inside) if measured else (1.0, 1.0)
+        return self._factors[key]
+
+    def way(self, source: int, target: int) -> Port:
+        """What messages go over one after the other: the link between two hosts, or between two devices of one."""
+        a, b = self.host[source], self.host[target]
+        if a == b:
+            return ("device", source, target)
+        return ("link", a * len(self.cluster.hosts) + b, self.rail[source])
+
+    def inside(self, rings: Sequence[Sequence[int]]) -> bool:
+        """Whether each of these groups stands on one host."""
+        return all(len({self.host[device] for device in ring}) == 1 for ring in rings)
 
     def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
         load: dict[Port, float] = defaultdict(float)
@@ -112,11 +131,11 @@ class Network:
             for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
                 link = self.link(source, target)
                 latency_s = max(latency_s, link.latency_s)
-                for port in self._ports(source, target):
-                    load[port] += 1.0 / link.bandwidth_bytes_per_s
+                for port, seconds in self.loads(source, target, 1.0, 1.0 / link.bandwidth_bytes_per_s):
+                    load[port] += seconds
         return RingTime(max(map(len, rings), default=1), latency_s, max(load.values(), default=0.0))
 
-    def _busy_s(self, source: int, target: int, size: float) -> float:
+    def busy_s(self, source: int, target: int, size: float) -> float:
         """Seconds that a message keeps its port busy, without the latency: by the measured curve of its link where
         there is one, because bandwidth depends on the size; else bytes / bandwidth."""
         link = self.link(source, target)
@@ -134,11 +153,36 @@ class Network:
         between = measured.rails.get(self.cluster.rails[self.rail[source]].name)
         return None if between is None else rail_message_time_s(between, a, b, size)
 
-    def _ports(self, source: int, target: int) -> tuple[Port, ...]:
+    def loads(self, source: int, target: int, size: float, link_s: float) -> list[tuple[Port, float]]:
+        """What a message loads, and for how many seconds: `link_s` is what it takes on its link alone.
+
+        Where `pipefit profile` found what messages share, the link itself, and the ports and uplinks that carry less
+        than all of their links together; else the ports of both hosts, which are as fast as the link.
+        """
         a, b = self.host[source], self.host[target]
         if a == b:
-            return (("device", source, 0),)
+            return [(("device", source, 0), link_s)]
         rail = self.rail[source]
-        if not self.cluster.rails[rail].shared_ports:
-            return (("device", source, 1),)
-        return (("host out", a, rail), ("host in", b, rail))
+        shared = self._sharing(rail)
+        if shared is None:
+            if not self.cluster.rails[rail].shared_ports:
+                return [(("device", source, 1), link_s)]
+            return [(("host out", a, rail), link_s), (("host in", b, rail), link_s)]
+        found: list[tuple[Port, float]] = [(("link", a * len(self.cluster.hosts) + b, rail), link_s)]
+        if shared.out_shared[a]:
+            found.append((("host out", a, rail), size / shared.out_bytes_per_s[a]))
+        if shared.in_shared[b]:
+            found.append((("host in", b, rail), size / shared.in_bytes_per_s[b]))
+        names = self.cluster.hosts[a].name, self.cluster.hosts[b].name
+        for number, uplink in enumerate(shared.uplinks):
+            from_here, to_here = (name in uplink.hosts for name in names)
+            if from_here and not to_here and uplink.up_bytes_per_s:
+                found.append((("rack up", number, rail), size / uplink.up_bytes_per_s))
+            if to_here and not from_here and uplink.down_bytes_per_s:
+                found.append((("rack down", number, rail), size / uplink.down_bytes_per_s))
+        return found
+
+    def _sharing(self, rail: int) -> Sharing | None:
+        measured = self.cluster.measured
+        curve = measured.rails.get(self.cluster.rails[rail].name) if measured is not None else None
+        return None if curve is None else curve.sharing

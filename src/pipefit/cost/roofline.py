@@ -57,6 +57,18 @@ class LayerCost:
     "Alive from I to its W."
     passing: Passing | None = None
     "The worst moments of its actions; None: what only passes is not counted."
+    fused_s: float | None = None
+    "A fused backward, where it was measured by itself; None: it takes the time of both parts."
+
+    @property
+    def backward_s(self) -> float:
+        """A fused backward (B)."""
+        return self.input_s + self.weight_s if self.fused_s is None else self.fused_s
+
+    @property
+    def least_backward_s(self) -> float:
+        """The backward, fused or in two parts, whichever is faster."""
+        return min(self.input_s + self.weight_s, self.backward_s)
 
 
 class LayerCosts(Protocol):

@@ -87,8 +87,39 @@ class CostTable:
     "Added to every compute action: what the interpreter needs per action."
     receives_ahead: bool = False
     "Whether a receive is posted before the message ahead of it is used (gloo: the sender then writes at once)."
+    contention: Contention | None = None
+    "What transfers at the same time do to each other; None: every lane has a port of its own, and all replicas go in"
+    " step."
     notes: tuple[str, ...] = field(default=())
     "Which measurements or assumptions the numbers came from."
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A transfer or a collective as ports see it."""
+
+    ports: tuple[int, ...]
+    use: tuple[float, ...]
+    "Of each port: the share of it that the flow takes when it is alone, at most 1."
+    bytes_per_s: float
+    "Of one of its messages, alone: flows that share a port get equal parts of it for each of their messages."
+    queue: int = -1
+    "Flows with the same number take turns, in the order in which they are ready; -1: with nobody."
+
+
+FlowKey = tuple[str, int, int, int]
+"""("F" or "B", index of the edge in `CostTable.edges`, slice, pipeline), or ("REDUCE" or "GATHER", stage, 0, 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Pipelines that go at their own pace between reductions, and what their transfers share."""
+
+    pipelines: tuple[CostTable, ...]
+    "The times of each replica by itself (`actions`, `edges`; the rest is not read); one for all of them together."
+    flows: Mapping[FlowKey, Flow]
+    ports: int
+    queues: int
 
 
 def _entry(array: Array, stage: int, microbatch: int, slice_: int) -> float:

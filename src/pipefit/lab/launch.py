@@ -115,6 +115,7 @@ def run(
     orders = {
         "parent": os.getpid(),
         "preload": list(preload) if python else [],
+        "first": bool(lab.file.devices),
         "ranks": [
             {
                 "namespace": lab.namespace(rank.host),

@@ -3,11 +3,13 @@
 Thirty-two imports of torch would take a minute of two cores and as many copies in memory. Started by `launch` as
 `python -m pipefit.lab.nursery`: reads one JSON object from standard input, and writes a line `RANK PID` for every
 start and `RANK CODE` for every end to its standard output. The kernel kills the ranks if it dies, and it if `launch`
-dies, so that nothing outlives a killed lab.
+dies, so that nothing outlives a killed lab. Ranks of emulated devices go before other work on the machine, where the
+user may ask for that: they sleep most of the time, and are late for nothing but each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -37,6 +39,8 @@ def main() -> None:
         if pid == 0:
             os.close(report)
             enter(order, [other["output"] for other in orders["ranks"]], own)
+            if orders["first"]:
+                go_first()
             run_here(order["command"])
             return
         pids[pid] = rank
@@ -75,6 +79,14 @@ def enter(order: dict[str, Any], outputs: list[int], parent: int) -> None:
             except OSError:
                 continue
     os.environ.update(order["environment"])
+
+
+def go_first() -> bool:
+    """Give this process, and the threads that it starts from now on, a real-time priority; whether it got one."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        return True
+    return False
 
 
 def run_here(command: list[str]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pipefit.cluster.types import Cluster
 from pipefit.cost.contention import with_contention
 from pipefit.cost.curves import best_costs
+from pipefit.cost.memory_end import end_bytes
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import cost_table, lane_parts
@@ -34,8 +35,18 @@ class Simulation:
     "Per lane: the memory of its smallest device."
 
     @property
+    def peaks_bytes(self) -> tuple[float, ...]:
+        """Per lane: the most of its timeline, or of the end of the iteration."""
+        ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
+        stays = self.costs.static_bytes
+        return tuple(
+            max(float(peak), float(static) + end)
+            for peak, static, end in zip(self.timeline.peak_bytes, stays, ends, strict=True)
+        )
+
+    @property
     def fits(self) -> bool:
-        return all(peak <= limit for peak, limit in zip(self.timeline.peak_bytes, self.limits_bytes, strict=True))
+        return all(peak <= limit for peak, limit in zip(self.peaks_bytes, self.limits_bytes, strict=True))
 
 
 def simulate_plan(
@@ -72,16 +83,17 @@ def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: flo
     """The plan with its prediction filled in."""
     timeline = simulation.timeline
     step_s = timeline.makespan_s
+    peaks_bytes = simulation.peaks_bytes
     lanes = tuple(
         LanePrediction(
-            peak_bytes=float(timeline.peak_bytes[lane]),
+            peak_bytes=peaks_bytes[lane],
             limit_bytes=simulation.limits_bytes[lane],
             static_bytes=float(simulation.costs.static_bytes[lane]),
             busy_s=float(timeline.busy_s[lane]),
             idle_s=float(timeline.idle_s[lane]),
             parts={
                 **{name: float(value) for name, value in parts.items()},  # an int would reload as another hash
-                "activations": float(timeline.peak_bytes[lane] - simulation.costs.static_bytes[lane]),
+                "activations": peaks_bytes[lane] - float(simulation.costs.static_bytes[lane]),
             },
         )
         for lane, parts in enumerate(lane_parts(simulation.work))

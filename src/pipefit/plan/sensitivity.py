@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipefit.cluster.measured import Measured
+from pipefit.cluster.measured import Measured, Sharing
 from pipefit.cluster.types import Cluster, Link, Rail
+from pipefit.cost.contention import with_contention
 from pipefit.cost.network import Network
 from pipefit.cost.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.plan.build import Workbench
 from pipefit.plan.fitting import best_plans
 from pipefit.plan.outcome import Evaluated
+from pipefit.plan.ports import on_shared_ports
 from pipefit.plan.types import Job, Sensitivity
 from pipefit.simulate import simulate
 
@@ -38,7 +40,8 @@ def sensitivity(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evalu
         chosen = best.decisions
         held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
         try:
-            better = best_plans(bench.on(cluster), job, held, top=1, layouts=1).fitting
+            other = bench.on(cluster)
+            better = on_shared_ports(other, best_plans(other, job, held, top=1, layouts=1), 1).fitting
         except PlanError:
             better = ()
         step_s = min((best.step_s, *(one.step_s for one in better)))
@@ -75,16 +78,43 @@ def one_more(cluster: Cluster) -> tuple[str, Cluster]:
         return "one more device like the last", replace(cluster, hosts=(grown,))
     measured = cluster.measured
     if measured is not None:
-        rows = {name: replace(curve, time_s=tuple(map(_wider, curve.time_s))) for name, curve in measured.rails.items()}
+        rows = {
+            name: replace(
+                curve, time_s=tuple(map(_wider, curve.time_s)), sharing=_one_more_port(curve.sharing, last.name)
+            )
+            for name, curve in measured.rails.items()
+        }
         measured = replace(measured, rails=rows)
-    host = replace(last, name=f"{last.name} again")
+    host = replace(last, name=_again(last.name))
     rails = tuple(_grown(rail) for rail in cluster.rails)
     return "one more host", replace(cluster, hosts=(*cluster.hosts, host), rails=rails, measured=measured)
 
 
+def _one_more_port(sharing: Sharing | None, last: str) -> Sharing | None:
+    """The new host's ports are the last one's, and it shares that one's uplinks."""
+    if sharing is None:
+        return None
+    return replace(
+        sharing,
+        out_bytes_per_s=(*sharing.out_bytes_per_s, sharing.out_bytes_per_s[-1]),
+        out_shared=(*sharing.out_shared, sharing.out_shared[-1]),
+        in_bytes_per_s=(*sharing.in_bytes_per_s, sharing.in_bytes_per_s[-1]),
+        in_shared=(*sharing.in_shared, sharing.in_shared[-1]),
+        uplinks=tuple(
+            replace(each, hosts=(*each.hosts, _again(last))) if last in each.hosts else each for each in sharing.uplinks
+        ),
+    )
+
+
+def _again(name: str) -> str:
+    return f"{name} again"
+
+
 def _on_faster_links(bench: Workbench, best: Evaluated) -> float:
     simulation = best.simulation
-    costs = cost_table(simulation.work, Network(faster_links(bench.cluster)), bench.layers)
+    network = Network(faster_links(bench.cluster))
+    costs = cost_table(simulation.work, network, bench.layers)
+    costs = with_contention(costs, simulation.work, network, bench.layers)
     return simulate(simulation.timeline.schedule, costs).makespan_s
 
 
@@ -100,9 +130,28 @@ def _faster_curves(measured: Measured, factor: float) -> Measured:
             for name, curve in measured.links.items()
         },
         rails={
-            name: replace(curve, time_s=tuple(_scaled(matrix, 1 / factor) for matrix in curve.time_s))
+            name: replace(
+                curve,
+                time_s=tuple(_scaled(matrix, 1 / factor) for matrix in curve.time_s),
+                sharing=None if curve.sharing is None else _wider_ports(curve.sharing, factor),
+            )
             for name, curve in measured.rails.items()
         },
+    )
+
+
+def _wider_ports(sharing: Sharing, factor: float) -> Sharing:
+    def times(value: float | None) -> float | None:
+        return None if value is None else value * factor
+
+    return replace(
+        sharing,
+        out_bytes_per_s=tuple(value * factor for value in sharing.out_bytes_per_s),
+        in_bytes_per_s=tuple(value * factor for value in sharing.in_bytes_per_s),
+        uplinks=tuple(
+            replace(each, up_bytes_per_s=times(each.up_bytes_per_s), down_bytes_per_s=times(each.down_bytes_per_s))
+            for each in sharing.uplinks
+        ),
     )
 
 

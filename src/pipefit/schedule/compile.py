@@ -90,8 +90,11 @@ class TaskGraph:
         return len(self.kind)
 
 
-def compile_graph(schedule: Schedule, edges: Sequence[Edge] | None = None, compiled: bool | None = None) -> TaskGraph:
+def compile_graph(
+    schedule: Schedule, edges: Sequence[Edge] | None = None, compiled: bool | None = None, own_ports: bool = True
+) -> TaskGraph:
     """The task graph of a valid schedule. `edges` is needed for computed schedules only; default: the chain.
+    Without `own_ports` the transfers of a lane do not wait for each other: what they share is told elsewhere.
 
     Raises ScheduleError, with the first lane that cannot go on, if no order satisfies all waits. `compiled` forces
     numba on or off; both give the same graph.
@@ -101,24 +104,24 @@ def compile_graph(schedule: Schedule, edges: Sequence[Edge] | None = None, compi
     table = columns(schedule, () if schedule.is_lowered else edges)
     builder = _Builder(schedule, table)
     if schedule.is_lowered:
-        builder.add_written_transfers()
+        builder.add_written_transfers(own_ports)
     else:
-        builder.add_implied_transfers()
+        builder.add_implied_transfers(own_ports)
     builder.add_lanes()
     builder.add_communication()
     return builder.finish(compiled)
 
 
-_recent: OrderedDict[tuple[int, tuple[Edge, ...] | None], tuple[Schedule, TaskGraph]] = OrderedDict()
+_recent: OrderedDict[tuple[int, tuple[Edge, ...] | None, bool], tuple[Schedule, TaskGraph]] = OrderedDict()
 
 
-def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None) -> TaskGraph:
+def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None, own_ports: bool = True) -> TaskGraph:
     """`compile_graph`, remembered for the last few schedule objects, which searches evaluate under many costs."""
-    key = (id(schedule), edges)
+    key = (id(schedule), edges, own_ports)
     if key in _recent:
         _recent.move_to_end(key)
         return _recent[key][1]
-    graph = compile_graph(schedule, edges)
+    graph = compile_graph(schedule, edges, own_ports=own_ports)
     _recent[key] = (schedule, graph)  # the schedule stays alive, so its id stays its own
     if len(_recent) > 32:
         _recent.popitem(last=False)
@@ -167,7 +170,7 @@ class _Builder:
         found[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
         return found
 
-    def add_written_transfers(self) -> None:
+    def add_written_transfers(self, own_ports: bool) -> None:
         """Waits around the SEND and RECV actions of a lowered schedule."""
         table = self.table
         ends = np.array([edge[:2] for edge in table.edges], dtype=np.int64).reshape(-1, 2)
@@ -187,11 +190,12 @@ class _Builder:
             self.task[recv] = rows
             sent.append(rows)
             users.append(user)
-        is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
-        self.wait(np.flatnonzero(is_send), self._previous(is_send)[is_send])
+        if own_ports:
+            is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
+            self.wait(np.flatnonzero(is_send), self._previous(is_send)[is_send])
         self.consumer_of = (np.concatenate(sent), np.concatenate(users))
 
-    def add_implied_transfers(self) -> None:
+    def add_implied_transfers(self, own_ports: bool) -> None:
         """A transfer right after every producer whose consumer is on another lane."""
         forward, backward = self.index(F), self.index(I, B)
         rows, kinds, edges, users = [], [], [], []
@@ -215,9 +219,10 @@ class _Builder:
         tasks = self.rows + np.arange(len(row))
         self.wait(tasks, row)
         self.wait(user, tasks, ARRIVAL)
-        lane = self.table.lane[row]
-        same = lane[1:] == lane[:-1]
-        self.wait(tasks[1:][same], tasks[:-1][same])
+        if own_ports:
+            lane = self.table.lane[row]
+            same = lane[1:] == lane[:-1]
+            self.wait(tasks[1:][same], tasks[:-1][same])
         self.consumer_of = (tasks, user)
 
     def add_lanes(self) -> None:

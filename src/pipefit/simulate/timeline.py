@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import Action, Kind, Schedule
 from pipefit.schedule.compile import TaskGraph, task_graph
+from pipefit.schedule.contended import run_contended
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
 from pipefit.schedule.times import Times, run
@@ -46,6 +47,9 @@ def simulate(
         edges = None
     elif edges is None and costs.edges:
         edges = tuple((edge.source, edge.target, edge.tensor) for edge in costs.edges)
+    if costs.contention is not None:
+        graph = task_graph(schedule, edges, own_ports=False)
+        return Timeline(graph, costs, run_contended(graph, costs, compiled))
     graph = task_graph(schedule, edges)
     return Timeline(graph, costs, run(graph, costs, compiled))
 

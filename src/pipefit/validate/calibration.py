@@ -205,6 +205,7 @@ class _Scaled:
                 forward_s=cost.forward_s * factor,
                 input_s=cost.input_s * factor,
                 weight_s=cost.weight_s * factor,
+                fused_s=None if cost.fused_s is None else cost.fused_s * factor,
             )
         return self._known[id(graph)]
 

@@ -1,0 +1,100 @@
+"""The emulated clusters of the benchmarks, as they stand in benchmarks/data/clusters: written before anything is run.
+
+    python benchmarks/lab_clusters.py        write the files again (a test compares them)
+
+Small figures, so that 8 to 32 processes on two cores keep to their pace: links of a few MB/s for messages of 64 KB
+stand for links of tens of Gbit/s and a large model's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lab_runs import CLUSTERS
+from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.codec import dump_text
+from pipefit.lab.spec import LabFile, Port, Uplink
+from pipefit.lab.tables import DeviceTable
+
+INSIDE = 60e6
+FLOPS = 1.0e9
+
+MIXED_LINKS = (
+    (0.0, 8e6, 3e6, 2.5e6),
+    (7e6, 0.0, 2e6, 3.5e6),
+    (3e6, 2.5e6, 0.0, 6e6),
+    (2e6, 3e6, 5e6, 0.0),
+)
+MIXED_BOTH = (
+    (0.0, 7e6, 4e6, 3e6),
+    (7e6, 0.0, 3e6, 2.5e6),
+    (3.5e6, 3e6, 0.0, 5e6),
+    (3e6, 2e6, 5e6, 0.0),
+)
+
+
+def clusters() -> dict[str, LabFile]:
+    """By the name of its file."""
+    even = [[6e6 if a != b else 0.0 for b in range(4)] for a in range(4)]
+    return {
+        "uniform": lab("uniform", ["fast"] * 4, even, {"fast": FLOPS}),
+        "mixed-links": lab(
+            "mixed-links", ["fast"] * 4, MIXED_LINKS, {"fast": FLOPS},
+            ports={"host1": Port(send_bytes_per_s=4e6, receive_bytes_per_s=4e6)},
+        ),
+        "mixed": lab(
+            "mixed", ["fast", "slow", "fast", "slow"], MIXED_BOTH, {"fast": 1.2 * FLOPS, "slow": 0.6 * FLOPS},
+            uplinks=(
+                Uplink(name="left", hosts=("host0", "host1"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
+                Uplink(name="right", hosts=("host2", "host3"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
+            ),
+        ),
+    }  # fmt: skip
+
+
+def lab(
+    name: str,
+    hosts: Sequence[str],
+    matrix: Sequence[Sequence[float]],
+    flops_per_s: Mapping[str, float],
+    *,
+    devices: int = 2,
+    ports: Mapping[str, Port] | None = None,
+    uplinks: tuple[Uplink, ...] = (),
+) -> LabFile:
+    """Hosts of these kinds joined by one network. The planner sees nothing of `devices`' tables, ports and uplinks."""
+    count = len(hosts)
+    cluster = Cluster(
+        name=name,
+        kinds={
+            kind: DeviceKind(
+                name=kind,
+                memory_bytes=1 << 30,
+                peak_flops_per_s={"float64": rate, "float32": rate, "bfloat16": rate},
+                memory_bandwidth_bytes_per_s=rate,
+            )
+            for kind, rate in flops_per_s.items()
+        },
+        links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=INSIDE)},
+        hosts=tuple(Host(name=f"host{h}", kind=kind, devices=devices, link="inside") for h, kind in enumerate(hosts)),
+        rails=(
+            Rail(
+                name="network",
+                latency_s=((0.0,) * count,) * count,
+                bandwidth_bytes_per_s=tuple(tuple(map(float, row)) for row in matrix),
+            ),
+        ),
+        provenance=Provenance(source="assumed", where="written for the benchmarks"),
+    )
+    tables = {
+        kind: DeviceTable(
+            flops_per_s=rate, memory_bytes_per_s=rate, knee_tokens=24.0 if kind == "fast" else 16.0, jitter=0.01
+        )
+        for kind, rate in flops_per_s.items()
+    }
+    return LabFile(cluster=cluster, devices=tables, seed=5, ports=ports or {}, uplinks=uplinks)
+
+
+if __name__ == "__main__":
+    for title, file in clusters().items():
+        (CLUSTERS / f"{title}.json").write_text(dump_text(file), encoding="utf-8")

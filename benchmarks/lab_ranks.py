@@ -1,0 +1,117 @@
+"""One rank of a lab run of a benchmark: measures the cluster as `pipefit profile` does, or takes steps of many plans.
+
+`python benchmarks/lab_ranks.py FOLDER profile|plans`, started on every device by `lab_runs.py`, which writes what is
+needed into FOLDER and reads what rank 0 leaves there. All plans of one start are on the same devices, one after the
+other, in the same processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipefit.data.stepplan import StepPlan, batch_shape
+from pipefit.lab import pace
+from pipefit.model.graph import Model
+from pipefit.model.registry import open_model
+from pipefit.plan.check import load_plan
+from pipefit.plan.types import Plan
+from pipefit.profile.session import run as profile
+from pipefit.profile.state import ProfileConfig
+from pipefit.run.build import build_worker
+from pipefit.run.comms import Comms
+from pipefit.run.feeds import make_feeds
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.setup import World
+from pipefit.run.worker import Worker
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, max_norm=0.0, steps=0, weight_decay=0.0)
+
+
+class RandomRows:
+    """Rows of random tokens: row r is the same on every rank."""
+
+    def __init__(self, sequence: int, vocabulary: int) -> None:
+        self.sequence, self.vocabulary = sequence, vocabulary
+
+    def row(self, index: int) -> Any:
+        return np.random.default_rng(index).integers(0, self.vocabulary, self.sequence + 1).astype(np.int64)
+
+
+def main() -> None:
+    """What the command line names."""
+    torch.set_num_threads(1)
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    if what == "profile":
+        sizes = tuple(task.pop("sizes_bytes"))
+        models = (str(folder / "model.json"),) if task.pop("layers") else ()
+        config = ProfileConfig(output=folder / "cluster.json", models=models, sizes_bytes=sizes, **task)
+        profile(config, lambda phase, done, total: None)
+        return
+    world = World(torch.device("cpu"))
+    world.connect()
+    world.start(300.0, 300.0)
+    model, comms = open_model(str(folder / "model.json")), Comms(world.device)
+    found = []
+    for index in range(task["plans"]):
+        plan = load_plan(folder / f"plan-{index}.json")
+        mine = steps_of(plan, model, comms, task["warm"], task["steps"], task["trace"])
+        everyone: list[Any] = [None] * world.size
+        dist.all_gather_object(everyone, mine)
+        found.append(everyone)
+    if world.rank == 0:
+        (folder / "measured.json").write_text(json.dumps(found), encoding="utf-8")
+    world.stop()
+
+
+def steps_of(plan: Plan, model: Model, comms: Comms, warm: int, steps: int, trace: bool) -> dict[str, Any]:
+    """When this rank began and ended each step, by the machine's clock; its paced actions; its last step's trace."""
+    worker = build_worker(plan, model, comms, torch.device("cpu"), OPTIMIZER)
+    worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in worker.buckets))
+    rows, shape = RandomRows(plan.job.sequence, int(plan.model.config["vocab_size"])), batch_shape(plan)
+    times = []
+    before: dict[str, Any] = {}
+    for step in range(warm + steps):
+        numbers = np.arange(step * plan.job.batch, (step + 1) * plan.job.batch)
+        batch = StepPlan(step=step, rows=numbers, divisor=plan.job.batch * plan.job.sequence, shape=shape)
+        feeds = make_feeds(plan, worker.device, rows, batch, torch.device("cpu"))
+        worker.tracing = trace and step == warm + steps - 1
+        if step == warm:
+            before = counts()
+        dist.barrier()
+        began = time.perf_counter()
+        worker.step(feeds, step, batch.divisor).read()
+        if step >= warm:
+            times.append((began, time.perf_counter()))
+    dist.barrier()
+    after = counts()
+    paced = {key: after[key] - before[key] for key in after if key != "worst_s"} | {"worst_s": after.get("worst_s", 0)}
+    return {"times": times, "paced": paced if after else {}, "trace": spans(worker) if trace else []}
+
+
+def spans(worker: Worker) -> list[tuple[str, float, float, float]]:
+    """The last traced step: (action, start, stop, seconds at its beginning that it waited for messages)."""
+    columns = zip(worker.trace, worker.trace_waits_s, strict=True)
+    found = [(str(span.action), span.start_s, span.stop_s, wait_s) for span, wait_s in columns]
+    gc.collect()
+    return found
+
+
+def counts() -> dict[str, Any]:
+    """What the emulated device of this process has done so far; empty where there is none."""
+    device = pace.device()
+    return {} if device is None else asdict(device.counts)
+
+
+if __name__ == "__main__":
+    main()

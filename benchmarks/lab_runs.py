@@ -1,0 +1,112 @@
+"""Labs of the benchmarks: clusters from committed files, what profiling finds there, and plans really run there.
+
+    with lab_of("uniform") as lab:                      benchmarks/data/clusters/uniform.json, made and taken down
+        cluster = profiled(lab, model, ...)             what the planner may know: `pipefit profile`, run in the lab
+        runs = run_plans(lab, plans, model)             every plan, in processes that stay alive between plans
+
+A step's time is from the moment when the first rank begins it, after a barrier, until the last one has the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipefit.cluster import Cluster, load
+from pipefit.errors import PipefitError
+from pipefit.lab import launch, lifecycle
+from pipefit.lab.lifecycle import Lab
+from pipefit.lab.pace import judge
+from pipefit.model.graph import Model
+from pipefit.model.registry import save_model
+from pipefit.plan.check import save_plan
+from pipefit.plan.types import Plan
+
+CLUSTERS = Path(__file__).parent / "data" / "clusters"
+RANKS = Path(__file__).parent / "lab_ranks.py"
+TOKENS = 512
+"""Of the largest microbatch that layers are profiled at."""
+
+SIZES = (8, 4096, 32_768, 131_072, 524_288)
+"""Bytes of the messages that links are profiled with: what the plans here send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steps of one plan."""
+
+    step_s: tuple[float, ...]
+    valid: bool
+    pace: str
+    "How the real work kept to its pace, in words."
+    trace: tuple[list[tuple[str, float, float, float]], ...]
+    "Of every rank, its last step (`lab_ranks.spans`), where it was asked for."
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+
+@contextlib.contextmanager
+def lab_of(name: str) -> Iterator[Lab]:
+    """The lab of a committed cluster file, for as long as it is needed."""
+    lab = Lab.open(CLUSTERS / f"{name}.json")
+    with lifecycle.use(lab):
+        yield lab
+
+
+def profiled(lab: Lab, model: Model, sequence: int, *, rounds: int = 2) -> Cluster:
+    """What `pipefit profile` measures in a lab. Raises PipefitError where the measurement was invalid."""
+    task = {
+        "layers": True, "sequence": sequence, "tokens": TOKENS, "layer_rounds": rounds, "link_rounds": rounds,
+        "sizes_bytes": SIZES,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        _start(lab, Path(name), "profile", model, task)
+        return load(Path(name) / "cluster.json")
+
+
+def run_plans(
+    lab: Lab, plans: Sequence[Plan], model: Model, *, warm: int = 1, steps: int = 4, trace: bool = False
+) -> list[Measured]:
+    """Steps of every plan. Plans on the same devices share their processes."""
+    found: dict[int, Measured] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, plan in enumerate(plans):
+        groups.setdefault(tuple(sorted(plan.devices)), []).append(index)
+    for devices, members in groups.items():
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for place, index in enumerate(members):
+                save_plan(replace(plans[index], cluster=""), folder / f"plan-{place}.json")
+            task = {"plans": len(members), "warm": warm, "steps": steps, "trace": trace}
+            _start(lab, folder, "plans", model, task, devices)
+            everyone = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
+        found |= {index: _measured(ranks) for index, ranks in zip(members, everyone, strict=True)}
+    return [found[index] for index in range(len(plans))]
+
+
+def _measured(ranks: Sequence[dict[str, Any]]) -> Measured:
+    """One plan, from what all of its ranks saw."""
+    steps = zip(*(rank["times"] for rank in ranks), strict=True)
+    times = [max(stop for _, stop in step) - min(start for start, _ in step) for step in steps]
+    counts = [rank["paced"] for rank in ranks if rank["paced"]]
+    valid, words = judge(counts) if counts else (True, "")
+    return Measured(tuple(times), valid, words, tuple(rank["trace"] for rank in ranks))
+
+
+def _start(lab: Lab, folder: Path, what: str, model: Model, task: dict[str, Any], devices: Sequence[int] = ()) -> None:
+    """Run the ranks; PipefitError with their last words where they fail, or where a profile was invalid."""
+    save_model(model, folder / "model.json")
+    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+    said: list[str] = []
+    done = launch.run_judged(lab, ["python", str(RANKS), str(folder), what], devices=devices, say=said.append)
+    if done.code and not (done.code == 2 and not done.valid and what == "plans"):
+        seen = "\n".join(said[-12:]) if done.valid else done.pace
+        raise PipefitError(f"The lab's {what} failed.", where=str(lab.path), seen=seen)

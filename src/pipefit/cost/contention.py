@@ -1,0 +1,177 @@
+"""What transfers at the same time do to each other: the pipelines of a plan, and the ports that their messages share.
+
+The replicas of a stage wait for each other in its reduction only; until then every pipeline goes at the pace of its
+own devices and links. Messages on one link take turns (a sender's kernel serves them in order); links, ports and
+uplinks are shared evenly by the streams on them, the rings of reductions included (max-min fairness: Bertsekas and
+Gallager 1992, 6.5.2). The simulator does the sharing (`schedule/fluid.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipefit.cost.collectives import passes_backwards
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.network import Network, Port
+from pipefit.cost.roofline import LayerCosts
+from pipefit.cost.table import action_tables, edge_cost, replica_rings, slice_places, stage_cost
+from pipefit.cost.types import Contention, CostTable, Flow, FlowKey
+from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+from pipefit.layout import Axis, Group
+
+MOST_PIPELINES = 16
+"""Replicas that are followed one by one; more of them go in step, each stage as slow as its slowest replica."""
+
+Messages = Sequence[tuple[int, int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A flow before its ports have numbers."""
+
+    seconds: dict[Port, float]
+    duration_s: float
+    bytes_per_s: float
+    queue: Port | None
+
+
+def with_contention(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
+    """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`."""
+    works = _pipelines(work)
+    tables = tuple(_alone(one, costs, network, layers) for one in works) if len(works) > 1 else (costs,)
+    loads: dict[FlowKey, _Load] = {}
+    for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
+        for index, edge in enumerate(one.edges):
+            cost = table.edges[index]
+            for way, slices, port_s in (
+                ("F", edge.forward, cost.forward_port_s),
+                ("B", edge.backward, cost.backward_port_s),
+            ):
+                for slice_, messages in enumerate(slices):
+                    found = _transfer(messages, float(port_s[0, slice_]), network)
+                    if found is not None:
+                        loads[way, index, slice_, pipeline] = found
+    for index, stage in enumerate(work.stages):
+        loads |= _collectives(index, stage, work, network, costs)
+    return replace(costs, contention=_numbered(tables, loads))
+
+
+def _pipelines(work: PipelineWork) -> list[PipelineWork]:
+    """The work of every replica by itself; of all together where there are too many, or where they exchange rows."""
+    counts = {stage.group.axis("replica").size for stage in work.stages}
+    if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
+        return [work]
+    count = max(counts)
+    place = [
+        {device: stage.group.position(device, "replica") for device in stage.group.devices} for stage in work.stages
+    ]
+    for edge in work.edges:
+        source, target = place[edge.source], place[edge.target]
+        if any(source[a] != target[b] for each in edge.forward for a, b, _ in each):
+            return [work]
+        if any(target[a] != source[b] for each in edge.backward for a, b, _ in each):
+            return [work]
+    return [
+        replace(
+            work,
+            stages=tuple(_of_replica(stage, k) for stage in work.stages),
+            edges=tuple(_edge_of(edge, {d for d, at in place[edge.source].items() if at == k}) for edge in work.edges),
+            tied=(),
+        )
+        for k in range(count)
+    ]
+
+
+def _of_replica(stage: StageWork, k: int) -> StageWork:
+    axes = tuple(Axis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
+    devices = tuple(device for device in stage.group.devices if stage.group.position(device, "replica") == k)
+    return replace(stage, group=Group(axes=axes, devices=devices), rows=(stage.rows[k],))
+
+
+def _edge_of(edge: EdgeWork, devices: set[int]) -> EdgeWork:
+    """The messages that devices of the source stage send or receive."""
+    return replace(
+        edge,
+        forward=tuple(tuple(message for message in each if message[0] in devices) for each in edge.forward),
+        backward=tuple(tuple(message for message in each if message[1] in devices) for each in edge.backward),
+    )
+
+
+def _alone(one: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts) -> CostTable:
+    """The times of one pipeline."""
+    found = [
+        [stage_cost(stage, tokens, past, one, network, layers) for tokens, past in slice_places(stage.slices)]
+        for stage in one.stages
+    ]
+    return replace(costs, actions=action_tables(found), edges=tuple(edge_cost(edge, network) for edge in one.edges))
+
+
+def _transfer(messages: Messages, port_s: float, network: Network) -> _Load | None:
+    """Messages that start together; None where nothing moves."""
+    if port_s <= 0.0:
+        return None
+    seconds: dict[Port, float] = defaultdict(float)
+    queues = set()
+    for source, target, size in messages:
+        if source != target and size:
+            links = network.loads(source, target, size, network.busy_s(source, target, size))
+            for port, load_s in links:
+                seconds[port] += load_s
+            queues.add(network.way(source, target))
+    largest = max(size for _, _, size in messages)
+    return _Load(dict(seconds), port_s, largest / port_s, queues.pop() if len(queues) == 1 else None)
+
+
+def _collectives(
+    index: int, stage: StageWork, work: PipelineWork, network: Network, costs: CostTable
+) -> dict[FlowKey, _Load]:
+    """The reduction of a stage, and its gather, as flows."""
+    rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
+    if not rings:
+        return {}
+    count = float(max(stage.parameters.trainable))
+    sums = count * GRADIENT_BYTES[work.precision]
+    jobs = [("REDUCE", "reduce_scatter", 1, sums) if stage.split_state else ("REDUCE", "all_reduce", 2, sums)]
+    once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
+    if stage.split_state:
+        jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
+    found: dict[FlowKey, _Load] = {}
+    for kind, operation, passes, total in jobs:
+        duration_s = once_s[kind]
+        if duration_s <= 0.0:
+            continue
+        seconds: dict[Port, float] = defaultdict(float)
+        _, factor = network.collective_factors(operation, network.inside(rings))
+        hop_bytes = 0.0
+        for ring in rings:
+            members = sorted(ring, reverse=passes_backwards(network, operation))
+            hop_bytes = passes * (len(ring) - 1) / len(ring) * total * factor
+            for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                link_s = hop_bytes / network.link(source, target).bandwidth_bytes_per_s
+                for port, load_s in network.loads(source, target, hop_bytes, link_s):
+                    seconds[port] += load_s
+        if hop_bytes > 0.0:
+            found[kind, index, 0, 0] = _Load(dict(seconds), duration_s, hop_bytes / duration_s, None)
+    return found
+
+
+def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load]) -> Contention:
+    """Ports that several flows use, by number; who is alone on a port has nobody to share it with."""
+    users: dict[Port, int] = defaultdict(int)
+    for load in loads.values():
+        for port in load.seconds:
+            users[port] += 1
+    numbers = {port: number for number, port in enumerate(port for port, count in users.items() if count > 1)}
+    queues: dict[Port, int] = {}
+    flows = {}
+    for key, load in loads.items():
+        shared = [(numbers[port], s) for port, s in load.seconds.items() if port in numbers and s > 0.0]
+        flows[key] = Flow(
+            ports=tuple(port for port, _ in shared),
+            use=tuple(min(1.0, s / load.duration_s) for _, s in shared),
+            bytes_per_s=load.bytes_per_s,
+            queue=-1 if load.queue is None else queues.setdefault(load.queue, len(queues)),
+        )
+    return Contention(tables, flows, len(numbers), len(queues))
