@@ -99,7 +99,7 @@ def test_racks_that_share_an_uplink_are_measured_without_disturbing_themselves(
     assert bandwidth_errors(cluster, network).max() < 0.05
     assert cluster.measured is not None
     curve = cluster.measured.rails["network"]
-    assert curve.method is not None and curve.method.crowded and curve.method.rounds == 28
+    assert curve.method is not None and curve.method.crowded and 7 < curve.method.rounds <= 28
     assert curve.sharing is not None
     (uplink,) = curve.sharing.uplinks
     assert len(uplink.hosts) == 4 and uplink.up_bytes_per_s == pytest.approx(1e9, rel=0.1)

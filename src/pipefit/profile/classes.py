@@ -40,12 +40,12 @@ class Alike:
         return Shape(classes=self.classes)
 
 
-def find_classes(table: Table, bottleneck: bool = False, apart: float = APART) -> Alike | None:
-    """Classes of the hosts of a table with messages of one size, or None; see `APART`."""
+def find_classes(table: Table, bottleneck: bool = False) -> Alike | None:
+    """Classes of the hosts of a table with messages of one size, or None."""
     found: Alike | None = None
     for _ in range(PASSES):
         logs = link_logs(table, Shape(classes=found.classes if found else (), bottleneck=bottleneck))
-        now = _group(_beyond_hosts(logs, table, found), apart)
+        now = _group(_beyond_hosts(logs, table, found))
         if now is None or (found is not None and now.classes == found.classes):
             return now
         found = now
@@ -68,13 +68,13 @@ def _beyond_hosts(logs: Logs, table: Table, known: Alike | None) -> Array:
     return np.asarray(np.where(known_ways > 0, np.nansum(both, axis=0) / np.maximum(known_ways, 1), np.nan))
 
 
-def _group(rest: Array, apart: float) -> Alike | None:
+def _group(rest: Array) -> Alike | None:
     """Classes from one symmetric figure of each pair of hosts, low for those that belong together; NaN for unknown."""
     either = np.isfinite(rest) & ~np.eye(len(rest), dtype=bool)
     values = rest[np.triu(either, 1)]
     if len(values) < 4:
         return None
-    split = two_heaps(values, apart)
+    split = two_heaps(values)
     if split is None:
         return None
     border, gap = split
@@ -89,7 +89,7 @@ def _group(rest: Array, apart: float) -> Alike | None:
     return Alike(tuple(int(label) for label in labels), compared, gap)
 
 
-def two_heaps(values: Array, apart: float = APART) -> tuple[float, float] | None:
+def two_heaps(values: Array) -> tuple[float, float] | None:
     """(border, distance) of the best division of numbers into two heaps; None where they do not stand apart."""
     ordered = np.sort(values)
     count = np.arange(1, len(ordered))
@@ -100,7 +100,7 @@ def two_heaps(values: Array, apart: float = APART) -> tuple[float, float] | None
     best = int(np.argmin(inside))
     gap = float(high[best] - low[best])
     sigma = float(np.sqrt(max(0.0, inside[best]) / len(ordered)))
-    if gap < max(LEAST_GAP, apart * sigma):
+    if gap < max(LEAST_GAP, APART * sigma):
         return None
     return float((ordered[best] + ordered[best + 1]) / 2), gap
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipefit.cluster.measured import Sharing, Uplink
@@ -19,7 +19,7 @@ from pipefit.profile.assemble import RailNotes
 from pipefit.profile.classes import find_classes
 from pipefit.profile.estimate import Shape, pair_times, tabulate
 from pipefit.profile.links import Games, LinkSurvey, Outcome, survey
-from pipefit.profile.sharing import Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
+from pipefit.profile.sharing import SLOWER, Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.state import Session
 from pipefit.profile.tournament import Pair, mixed, remixed, rounds, thinned
 from pipefit.profile.wire import MOST_BYTES, Wire
@@ -39,10 +39,6 @@ SHARED_S = 0.03
 ROUNDS, SAMPLE = 4, 8
 """Of many hosts, rounds and pairs of each round that are measured alone as well, to see whether they disturb each
 other."""
-
-CROWD_APART = 3.0
-"""How far apart heaps must be (`classes.APART`) among pairs that disturb each other, by as much as chance has it. What
-is found so is tried."""
 
 DECIDE_S = 600.0
 """How long ranks wait for what rank 0 decides."""
@@ -136,7 +132,7 @@ class BetweenHosts:
         chooser = Adaptive(self.ranks, rounds_wanted=int(wanted) if wanted != "auto" else None)
         batch = 0
         while games := self._agree(lambda: chooser.next_rounds(self.found.samples)):
-            mix = remixed([[(a, b) for a, b in pairs] for pairs in games], batch)
+            mix = remixed(_pairs(games), batch)
             self._survey(lambda repeat, mix=mix: way.thin(mix(repeat)), seed=batch)  # type: ignore[misc]
             batch += 1
         told = self._agree(lambda: [to_data(chooser.progress.shape), chooser.progress.held_out[-1:]])
@@ -144,25 +140,39 @@ class BetweenHosts:
         return shape, told[1][0] if told[1] else None
 
     def _spread_out(self, found: Crowd) -> Way:
-        """Who may be measured at the same time, where not all may: among few hosts nobody; else one pair of a rack,
-        where racks can be told, and one pair of every sixteen hosts, where they cannot."""
+        """Who may be measured at the same time, where not all may: one pair of a rack, where racks can be told and
+        that suffices; else one pair of every sixteen hosts."""
+        alone = Way(max(1, len(self.ranks) // SMALL))
         if len(self.ranks) <= SMALL:
-            return Way(1, racks(self.ranks, found, self.shared_bytes, self._unless_lost))
+            classes = racks(self.ranks, found, self.shared_bytes, self._unless_lost)
+            alone = replace(alone, classes=classes)
+            explained = all(_crosses(pair, classes) for pair, slower in found.slowdown.items() if slower > SLOWER)
+        else:
+            classes = self._classes()
+            explained = bool(classes)
+        if not explained:
+            return alone
+        way = Way(len(self.ranks), classes)
+        fullest = sorted(way.thin(mixed([self.ranks])(0)), key=len, reverse=True)[: 2 * ROUNDS]
+        again = crowd(fullest, self.shared_bytes, self._unless_lost, sample=SAMPLE)
+        self.session.require_all(self.phase)
+        return alone if again.disturbed else way
+
+    def _classes(self) -> dict[int, int]:
+        """Racks by who is slower beside others; empty where they do not show."""
         beside = LinkSurvey()
         survey(
             lambda repeat: mixed([self.ranks])(repeat)[: 4 * SMALL], [self.shared_bytes], 2, self.wire.measure,
             found=beside, after_round=_after(self.session, f"{self.phase}: who slows whom down"),
         )  # fmt: skip
         self.session.require_all(self.phase)
-        alike = self._agree(lambda: _classes(beside, self.ranks))
-        if alike:
-            way = Way(len(self.ranks), dict(zip(self.ranks, alike, strict=True)))
-            thin = way.thin(mixed([self.ranks])(0)[:ROUNDS])
-            again = crowd(thin, self.shared_bytes, self._unless_lost, sample=SAMPLE)
-            self.session.require_all(self.phase)
-            if not again.disturbed:
-                return way
-        return Way(len(self.ranks) // SMALL)
+
+        def find() -> list[int]:
+            alike = find_classes(tabulate(beside.samples, self.ranks))
+            return list(alike.classes) if alike else []
+
+        labels = self._agree(find)
+        return dict(zip(self.ranks, labels, strict=True)) if labels else {}
 
     def _sharing(self, way: Way, shape: Shape | None) -> Sharing:
         """What several messages at once reach."""
@@ -204,9 +214,16 @@ class BetweenHosts:
         return told[0]
 
 
-def _classes(found: LinkSurvey, ranks: Sequence[int]) -> list[int]:
-    alike = find_classes(tabulate(found.samples, ranks), apart=CROWD_APART)
-    return list(alike.classes) if alike else []
+def _crosses(pair: Pair, classes: dict[int, int]) -> bool:
+    """Whether a pair leaves or enters a class of several."""
+    one, other = (classes[member] for member in pair)
+    labels = list(classes.values())
+    return one != other and max(labels.count(one), labels.count(other)) > 1
+
+
+def _pairs(told: Sequence[Sequence[Sequence[int]]]) -> list[list[Pair]]:
+    """Rounds as they were told."""
+    return [[(a, b) for a, b in pairs] for pairs in told]
 
 
 def _settle(session: Session, wire: Wire, games: Games) -> tuple[int, ...]:
