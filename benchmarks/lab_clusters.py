@@ -37,6 +37,7 @@ def clusters() -> dict[str, LabFile]:
     """By the name of its file."""
     even = [[6e6 if a != b else 0.0 for b in range(4)] for a in range(4)]
     return {
+        "pair": lab("pair", ["fast"] * 2, [row[:2] for row in even[:2]], {"fast": 2 * FLOPS}),
         "uniform": lab("uniform", ["fast"] * 4, even, {"fast": FLOPS}),
         "mixed-links": lab(
             "mixed-links", ["fast"] * 4, MIXED_LINKS, {"fast": FLOPS},

@@ -23,17 +23,18 @@ from pipefit.errors import PipefitError
 from pipefit.lab import launch, lifecycle
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.pace import judge
+from pipefit.model.capture import capture
 from pipefit.model.graph import Model
-from pipefit.model.registry import save_model
+from pipefit.model.registry import describe, save_model
 from pipefit.plan.check import save_plan
 from pipefit.plan.types import Plan
 
 CLUSTERS = Path(__file__).parent / "data" / "clusters"
 RANKS = Path(__file__).parent / "lab_ranks.py"
-TOKENS = 512
+TOKENS = 256
 """Of the largest microbatch that layers are profiled at."""
 
-SIZES = (8, 4096, 32_768, 131_072, 524_288)
+SIZES = (8, 4096, 32_768, 131_072, 262_144)
 """Bytes of the messages that links are profiled with: what the plans here send."""
 
 
@@ -61,12 +62,29 @@ def lab_of(name: str) -> Iterator[Lab]:
         yield lab
 
 
-def profiled(lab: Lab, model: Model, sequence: int, *, rounds: int = 2) -> Cluster:
-    """What `pipefit profile` measures in a lab. Raises PipefitError where the measurement was invalid."""
-    task = {
-        "layers": True, "sequence": sequence, "tokens": TOKENS, "layer_rounds": rounds, "link_rounds": rounds,
-        "sizes_bytes": SIZES,
+def small_model(layers: int = 8) -> Model:
+    """A Llama of width 64, whose real arithmetic is a small part of what the emulated devices take for it."""
+    config = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+        "max_position_embeddings": 256, "tie_word_embeddings": False,
     }  # fmt: skip
+    described = describe(config, "small", "the benchmarks' small model")
+    return capture(described.family, described.config)
+
+
+def profiled(lab: Lab, model: Model, sequence: int, *, rounds: int = 2, quick: bool = False) -> Cluster:
+    """What `pipefit profile` measures in a lab. Raises PipefitError where the measurement was invalid."""
+    if quick:
+        rounds = 1
+    task = {
+        "layers": True,
+        "sequence": sequence,
+        "tokens": TOKENS // 2 if quick else TOKENS,
+        "layer_rounds": rounds,
+        "link_rounds": rounds,
+        "sizes_bytes": SIZES[::2] if quick else SIZES,
+    }
     with tempfile.TemporaryDirectory() as name:
         _start(lab, Path(name), "profile", model, task)
         return load(Path(name) / "cluster.json")

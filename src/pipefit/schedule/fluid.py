@@ -16,7 +16,7 @@ def share(
     first: Any, then: Any, waits: Any, duration: Any, transit: Any, rank: Any, flow: Any, first_port: Any, port: Any,
     use: Any, weight: Any, queue: Any, start: Any, moment: Any, ready: Any, left: Any, rate: Any, since: Any,
     finish: Any, fresh: Any, behind: Any, stack: Any, pending: Any, active: Any, marked: Any, room: Any, asked: Any,
-    busy: Any, tail: Any,
+    busy: Any, tail: Any, users: Any,
 ) -> int:  # fmt: skip
     """Fill `start` and `moment` as `kernel.sweep` does; returns how many tasks ran (fewer than all: a circle).
 
@@ -25,7 +25,7 @@ def share(
     for a task that shares nothing, else an index into the flows: flow f loads `port[first_port[f]:first_port[f + 1]]`
     by `use`, its rate counts `weight[f]` (seconds a byte of one message) and it takes its turn in `queue[f]` (-1:
     none). The rest is scratch space: with an entry a task, `ready` 0, `rate` 1, `finish` and `behind` -1; with an entry
-    a port `marked` 0, `room`, `asked`; with an entry a queue `busy` and `tail` -1.
+    a port `marked`, `users` 0, `room`, `asked`; with an entry a queue `busy` and `tail` -1.
     """
     done = depth = waiting = running = stamp = 0
     for task in range(len(flow)):
@@ -77,7 +77,7 @@ def share(
         if best < 0:
             return done
         stamp += 1
-        begins = -1
+        begins, crowded = -1, False
         if ends:
             task = active[best]
             now = finish[task]
@@ -97,6 +97,8 @@ def share(
                     tail[line] = -1
             for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
                 marked[port[entry]] = stamp
+                users[port[entry]] -= 1
+                crowded = crowded or users[port[entry]] > 0
         else:
             task = pending[best]
             now = ready[task]
@@ -120,6 +122,10 @@ def share(
             running += 1
             for entry in range(first_port[flow[begins]], first_port[flow[begins] + 1]):
                 marked[port[entry]] = stamp
+                users[port[entry]] += 1
+                crowded = crowded or users[port[entry]] > 1
+        if not crowded:
+            continue
         # 3. New rates for all that hangs together with what has changed.
         grows = True
         while grows:

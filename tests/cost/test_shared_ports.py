@@ -1,0 +1,157 @@
+"""What messages load, and what pipelines share, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_toys import toy_model
+
+from pipefit.cluster import Cluster, Host, parse_spec
+from pipefit.cluster.measured import CollectiveCurve, Measured, RailCurve, Sharing, Uplink
+from pipefit.cluster.types import Provenance, Rail
+from pipefit.cost.collectives import all_gather_s, all_reduce_s
+from pipefit.cost.contention import MOST_PIPELINES, with_contention
+from pipefit.cost.network import Network
+from pipefit.cost.types import Contention
+from pipefit.plan.build import Workbench
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.types import Job
+from pipefit.plan.work import pipeline_work
+
+MB = 1e6
+FAST = (1e9,) * 4
+NO = (False,) * 4
+
+
+def measured(sharing: Sharing | None, devices: int = 1, rates: dict[tuple[int, int], float] | None = None) -> Cluster:
+    """Four hosts joined by links of 1 MB/s, or `rates` in MB/s, as a profile over gloo would leave it."""
+    matrix = tuple(tuple(MB * (rates or {}).get((a, b), 1.0) for b in range(4)) for a in range(4))
+    curve = RailCurve(
+        sizes_bytes=(1, 1001),
+        time_s=tuple(tuple(tuple(0.0 if a == b else size / matrix[a][b] for b in range(4)) for a in range(4))
+                     for size in (1, 1001)),
+        spread=(((0.0,) * 4,) * 4,) * 2,
+        sharing=sharing,
+    )  # fmt: skip
+    plain = parse_spec(f"4x{devices}xA100-80:1MB/s")
+    return replace(
+        plain,
+        hosts=tuple(Host(name=f"h{i}", kind=plain.hosts[0].kind, devices=devices, link=plain.hosts[0].link)
+                    for i in range(4)),
+        rails=(Rail(name="net", latency_s=((0.0,) * 4,) * 4, bandwidth_bytes_per_s=matrix),),
+        measured=Measured(rails={"net": curve}),
+        provenance=Provenance(source="measured", environment={"cpu": "some processor"}),
+    )  # fmt: skip
+
+
+def test_a_measured_port_is_shared_and_links_are_not_slowed_by_what_carries_more() -> None:
+    open_ports = Sharing(out_bytes_per_s=FAST, out_shared=NO, in_bytes_per_s=FAST, in_shared=NO)
+    tight = replace(open_ports, out_bytes_per_s=(1.5 * MB, *FAST[1:]), out_shared=(True, False, False, False))
+    messages = [(0, 1, MB), (0, 2, MB)]
+    assert Network(measured(None)).transfer(messages).port_s == pytest.approx(2.0), "the port is as fast as the link"
+    assert Network(measured(open_ports)).transfer(messages).port_s == pytest.approx(1.0)
+    assert Network(measured(tight)).transfer(messages).port_s == pytest.approx(2 / 1.5)
+    assert Network(measured(tight)).transfer([(1, 0, MB), (2, 0, MB)]).port_s == pytest.approx(1.0), (
+        "its way in is free"
+    )
+    assert Network(measured(open_ports)).transfer([(0, 1, MB), (0, 1, MB)]).port_s == pytest.approx(2.0), "one link"
+
+
+def test_an_uplink_carries_what_leaves_the_rack() -> None:
+    rack = Uplink(hosts=("h0", "h1"), up_bytes_per_s=1.25 * MB, down_bytes_per_s=None)
+    sharing = Sharing(out_bytes_per_s=FAST, out_shared=NO, in_bytes_per_s=FAST, in_shared=NO, uplinks=(rack,))
+    network = Network(measured(sharing))
+    assert network.transfer([(0, 2, MB), (1, 3, MB)]).port_s == pytest.approx(2 / 1.25)
+    assert network.transfer([(0, 1, MB), (1, 3, MB)]).port_s == pytest.approx(1.0), "within the rack it is not crossed"
+    assert network.transfer([(2, 0, MB), (3, 1, MB)]).port_s == pytest.approx(1.0), "nobody said that the way down is"
+
+
+def test_gloo_sums_go_round_backwards_and_gathers_forwards() -> None:
+    """Forwards the slowest hop is 1 to 2 at 0.5 MB/s; backwards all have 1 MB/s. Three steps of a quarter a pass."""
+    cluster = measured(None, rates={(1, 2): 0.5})
+    network = Network(cluster)
+    assert network.over_gloo
+    assert all_gather_s(network, [[0, 1, 2, 3]], 4 * MB) == pytest.approx(3 * 2.0)
+    assert all_reduce_s(network, [[0, 1, 2, 3]], 4 * MB) == pytest.approx(2 * 3 * 1.0)
+    elsewhere = Network(replace(cluster, provenance=Provenance(source="measured", environment={"device": "a GPU"})))
+    assert not elsewhere.over_gloo
+    assert all_reduce_s(elsewhere, [[0, 1, 2, 3]], 4 * MB) == pytest.approx(2 * 3 * 2.0)
+
+
+def test_gloo_has_no_levels() -> None:
+    """Two devices on each of four hosts: gloo goes round all eight, 2 x 7 steps of an eighth at 1 MB/s."""
+    network = Network(measured(None, devices=2))
+    assert all_reduce_s(network, [list(range(8))], 8 * MB) == pytest.approx(14.0, rel=1e-3)
+    other = Network(replace(network.cluster, provenance=Provenance(source="measured")))
+    assert all_reduce_s(other, [list(range(8))], 8 * MB) < 13.0
+
+
+def test_collectives_inside_a_host_have_factors_of_their_own() -> None:
+    def curve(devices: tuple[int, ...], factor: float) -> CollectiveCurve:
+        return CollectiveCurve(
+            operation="all_reduce", devices=devices, sizes_bytes=(8,), time_s=(1.0,), spread=(0.0,),
+            latency_factor=1.0, bandwidth_factor=factor,
+        )  # fmt: skip
+
+    cluster = measured(None, devices=2)
+    assert cluster.measured is not None
+    curves = (curve((0, 1), 2.0), curve((0, 2, 4, 6), 1.0), curve(tuple(range(8)), 1.21))
+    network = Network(replace(cluster, measured=replace(cluster.measured, collectives=curves)))
+    assert network.collective_factors("all_reduce", inside=True) == pytest.approx((1.0, 2.0))
+    assert network.collective_factors("all_reduce", inside=False) == pytest.approx((1.0, 1.1))
+    alone = Network(replace(cluster, measured=replace(cluster.measured, collectives=curves[:1])))
+    assert alone.collective_factors("all_reduce", inside=False) == pytest.approx((1.0, 2.0)), "better than nothing"
+
+
+def contention_of(cluster: Cluster, **choices: object) -> tuple[Contention, Workbench]:
+    bench = Workbench(toy_model(4), cluster)
+    job = Job(batch=64, sequence=64, precision="float32")
+    parts = bench.parts(job, Decisions(**choices))  # type: ignore[arg-type]
+    work = pipeline_work(parts, bench.programs)
+    found = with_contention(bench.costs(parts), work, bench.network, bench.layers).contention
+    assert found is not None
+    return found, bench
+
+
+def test_pipelines_have_the_times_of_their_own_links() -> None:
+    """Stages on hosts (0, 1) and (2, 3), or (0, 2) and (1, 3): replica 1's message from 1 to 3 is slower."""
+    found, _ = contention_of(
+        measured(None, rates={(1, 3): 0.25}), stages=2, replicas=(1, 1), microbatches=2, devices=(0, 1, 2, 3)
+    )
+    one, two = (float(table.edges[0].forward_port_s[0, 0]) for table in found.pipelines)
+    assert two == pytest.approx(4 * one)
+    assert found.pipelines[0].edges[0].backward_port_s == pytest.approx(found.pipelines[1].edges[0].backward_port_s)
+    flow = found.flows["F", 0, 0, 1]
+    assert flow.bytes_per_s == pytest.approx(0.25 * MB)
+
+
+def test_rings_and_messages_share_the_ports_of_a_host() -> None:
+    """Replicas on hosts 0 and 1, then 2 and 3: the sums of stage 0 enter host 0, as do the gradients from stage 1."""
+    found, _ = contention_of(measured(None), stages=2, replicas=(1, 1), microbatches=2, devices=(0, 1, 2, 3))
+    ring, back = found.flows["REDUCE", 0, 0, 0], found.flows["B", 0, 0, 0]
+    assert set(ring.ports) & set(back.ports)
+    assert ring.queue == -1 and back.queue >= 0
+    assert all(0.9 < use <= 1.0 for use in ring.use), "alone, a ring fills the ports of its slowest hop"
+    assert ring.bytes_per_s == pytest.approx(MB, rel=0.01)
+
+
+def test_equal_work_between_the_same_hosts_waits_in_one_queue() -> None:
+    found, _ = contention_of(measured(None, devices=2), stages=2, replicas=(1, 1), microbatches=2)
+    queues = {found.flows["F", 0, 0, k].queue for k in (0, 1)}
+    assert len(queues) == 1 and -1 not in queues
+    assert found.flows["B", 0, 0, 0].queue not in queues, "the way back is another link"
+
+
+def test_many_replicas_go_in_step() -> None:
+    wide = parse_spec(f"{MOST_PIPELINES + 2}x2xA100-80:1GB/s")
+    replicas = (1,) * (MOST_PIPELINES + 1)
+    found, _ = contention_of(replace(wide, measured=None), stages=2, replicas=replicas[:16], microbatches=2)
+    assert len(found.pipelines) == 16
+    bench = Workbench(toy_model(4), wide)
+    job = Job(batch=2 * len(replicas), sequence=64, precision="float32")
+    parts = bench.parts(job, Decisions(stages=2, replicas=replicas, microbatches=2))
+    work = pipeline_work(parts, bench.programs)
+    costs = bench.costs(parts)
+    (only,) = with_contention(costs, work, bench.network, bench.layers).contention.pipelines  # type: ignore[union-attr]
+    assert only is costs
