@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pipefit.plan.types import Prediction, TradePoint
 from pipefit.show.html import table, text
+from pipefit.show.labels import CHARACTER, Label, place_labels
 from pipefit.show.sections import card
 from pipefit.units import format_bytes, format_seconds
 
@@ -23,6 +24,7 @@ COLOURS = {"none": "--f", "selective": "--w", "full": "--b"}
 """By what is recomputed; where stages differ, the fitted curve's own colour."""
 
 CURVE = "--t"
+LIMIT_NAME = "a device"
 
 
 def trade_section(prediction: Prediction) -> str:
@@ -100,22 +102,35 @@ def _drawing(points: Sequence[TradePoint], limit: float) -> str:
         f'<polyline points="{fitted}" fill="none" stroke="var({CURVE})" stroke-width="2"/>',
         f'<line x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--bad)" '
         'stroke-dasharray="5 4" stroke-width="1.5"/>',
-        f'<text x="{x(limit) - 5:.1f}" y="{TOP + 11}" text-anchor="end" class="trade-limit">a device</text>',
+        f'<text x="{x(limit) - 5:.1f}" y="{TOP + 11}" text-anchor="end" class="trade-limit">{LIMIT_NAME}</text>',
     ]
     named: set[str] = set()
-    best = float("inf")
-    for index, one in shown:
+    names, best = [], float("inf")
+    for _, one in shown:
         leads = one.step_s < best and one.schedule != "fit" and one.schedule not in named
         best = min(best, one.step_s)
         named |= {one.schedule} if leads else set()
-        parts.append(_mark(index, one, x(one.memory_bytes), y(one.step_s), leads))
+        names.append("this plan" if one.chosen else one.schedule if leads else "")
+    places = [(x(one.memory_bytes), y(one.step_s)) for _, one in shown]
+    for (index, one), place, label in zip(shown, places, _labels(places, names, x(limit)), strict=True):
+        parts.append(_mark(index, one, *place, label))
     return (
         f'<svg id="trade-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" '
         f'aria-label="Memory of a device against step time">{"".join(parts)}</svg>'
     )
 
 
-def _mark(index: int, one: TradePoint, x: float, y: float, named: bool) -> str:
+def _labels(places: Sequence[tuple[float, float]], names: Sequence[str], limit: float) -> list[Label | None]:
+    """A place for every name; that of the plan is found first."""
+    order = sorted(range(len(names)), key=lambda index: names[index] != "this plan")
+    limit_word = (limit - 5 - CHARACTER * len(LIMIT_NAME), float(TOP), limit + 2, TOP + 14.0)
+    frame = (float(LEFT), float(TOP), float(WIDTH - RIGHT), float(HEIGHT - BOTTOM))
+    found = place_labels([places[index] for index in order], [names[index] for index in order], frame, [limit_word])
+    by_index = dict(zip(order, found, strict=True))
+    return [by_index[index] for index in range(len(names))]
+
+
+def _mark(index: int, one: TradePoint, x: float, y: float, label: Label | None) -> str:
     """One point that can be picked; a fitted order is a square, the chosen point has a ring."""
     colour = f"var({COLOURS.get(one.recompute, CURVE)})"
     if one.schedule == "fit":
@@ -124,9 +139,12 @@ def _mark(index: int, one: TradePoint, x: float, y: float, named: bool) -> str:
         shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>'
     if one.chosen:
         shape += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="var(--ink)" stroke-width="2"/>'
-    if named or one.chosen:
-        label = "this plan" if one.chosen else one.schedule
-        shape += f'<text x="{x + 11:.1f}" y="{y - 6:.1f}" class="trade-name">{text(label)}</text>'
+    if label is not None:
+        left, top, right, bottom = label.box
+        if label.apart:
+            end = (left if left > x else right, bottom if bottom < y else top)
+            shape += f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="var(--line)"/>'
+        shape += f'<text x="{label.x:.1f}" y="{label.y:.1f}" class="trade-name">{text(label.text)}</text>'
     words = _words(one).replace("<b>", "").replace("</b>", "")
     return (
         f'<g class="trade-point" tabindex="0" role="button" data-trade="{index}" data-words="{text(_words(one))}" '
