@@ -1,10 +1,12 @@
 """Improving a schedule with CP-SAT (the extra `exact`): large-neighbourhood search over windows of it, and proofs.
 
-A window frees some nodes, all that run in a piece of time, all of some microbatches, or what some lanes do for a while;
-everything else keeps its order, and the solver finds the best order of the window. Half of the windows ask for a
-shorter schedule and nothing else, which is often refuted at once; the others may also end the lanes earlier at the same
-length, from where the next window starts. Windows of a kind grow while they are solved to the end and shrink while they
-are not, and kinds are drawn by what they gained. From a changed schedule a short local search (`improve.run`) goes on.
+A window frees some nodes, the first or the last ones, all that run in a piece of time, all of some microbatches, or
+what some lanes do for a while; everything else keeps its order, and the solver finds the best order of the window. The
+first and last windows, and half of the others, ask for a shorter schedule and nothing else, which is often refuted at
+once; the rest may also end the lanes earlier at the same length, from where the next window starts. Windows of a kind
+grow while they are solved to the end and shrink while they are not, and kinds are drawn by what they gained. From a
+changed schedule a short local search (`improve.run`) goes on. Where windows find nothing, a long and hot one looks for
+another schedule as good, whose windows may have more to give.
 
 The solver works in whole quanta (`exact_scale`) and without ports; what it returns counts only as the evaluator has it.
 """
@@ -14,9 +16,11 @@ from __future__ import annotations
 import math
 import random
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +31,7 @@ from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, state, tables
 from pipefit.schedule.fit.bounds import honest, lower_bound
 from pipefit.schedule.fit.construct import fits
 from pipefit.schedule.fit.exact_model import build, orders_in, read
-from pipefit.schedule.fit.exact_scale import Scaled, State, nodes_of, objective_of, orders_from, state_of
+from pipefit.schedule.fit.exact_scale import Scaled, State, end_of, nodes_of, objective_of, orders_from, state_of
 from pipefit.schedule.fit.instance import B, I, Instance, Ints, W
 from pipefit.schedule.fit.kernel import Tables
 from pipefit.schedule.fit.start import Start
@@ -40,8 +44,13 @@ FIRST_SIZE, LEAST_SIZE = 180.0, 30.0
 EFFORT = 3.0
 """The most that is spent on one window, in the solver's own measure: about seconds of one thread on a quiet machine,
 and the same on a busy one."""
-POLISH = 8000
-"""Moves of the local search after a window that changed something: about a tenth of a second."""
+ANYWHERE = 0.4
+"""Of windows: those that need not contain an idle moment of the lane that takes longest."""
+POLISH, LONG = 20_000, 300_000_000
+"""Moves of the local search after a window that changed something; and, over the nodes, of a long one after every
+second that did not: a tenth of a second, and about two."""
+HOTTER = 3.5
+"""What a long one begins with, in heats of a short one."""
 
 
 class Improved(NamedTuple):
@@ -64,6 +73,8 @@ class Kind:
     gains: float = 1.0
     spent: float = 3.0
     "Of effort."
+    strict: float = 0.5
+    "How many of them ask for a shorter schedule and nothing else."
 
 
 @dataclass(slots=True)
@@ -131,7 +142,10 @@ def _begin(instance: Instance, orders: Sequence[Ints], seed: int) -> Search:
         start=first if start.time_s > first.time_s else start,
         random=random.Random(seed),
         bound_s=lower_bound(instance).time_s,
-        kinds=[Kind(choose, FIRST_SIZE) for choose in (in_time, of_microbatches, of_lanes)],
+        kinds=[
+            *(Kind(choose, FIRST_SIZE, gains=6.0, strict=1.0) for choose in (of_begin, of_end)),
+            *(Kind(choose, FIRST_SIZE) for choose in (in_time, of_microbatches, of_lanes)),
+        ],
     )
 
 
@@ -168,15 +182,30 @@ def in_time(search: Search, count: int) -> set[int]:
     """About `count` nodes that run at the same time, on all lanes; fewer at the beginning and at the end."""
     start = search.state.start
     ordered = sorted(start, key=lambda node: (start[node], node))
-    first = search.random.randint(-count // 2, max(len(ordered) - count // 2, 0))
+    first = _around(search, [start[node] for node in ordered], count)
     return set(ordered[max(0, first) : max(0, first + count)])
+
+
+def of_begin(search: Search, count: int) -> set[int]:
+    """The first `count` nodes: what all lanes do until the longest one works without a pause."""
+    start = search.state.start
+    return set(sorted(start, key=lambda node: (start[node], node))[:count])
+
+
+def of_end(search: Search, count: int) -> set[int]:
+    """The last `count` nodes."""
+    start = search.state.start
+    return set(sorted(start, key=lambda node: (start[node], node))[-count:])
 
 
 def of_microbatches(search: Search, count: int) -> set[int]:
     """All nodes of consecutive units."""
     units = search.instance.units
     width = max(1, min(units, round(count / (3 * search.instance.stages))))
-    first = search.random.randint(0, units - width)
+    middles = [0.0] * units
+    for node, start in search.state.start.items():
+        middles[search.scaled.parts(node)[2]] += start / (3 * search.instance.stages)
+    first = min(max(_around(search, sorted(middles), width), 0), units - width)
     return {node for node in search.state.start if first <= search.scaled.parts(node)[2] < first + width}
 
 
@@ -187,8 +216,27 @@ def of_lanes(search: Search, count: int) -> set[int]:
     start = search.state.start
     nodes = [node for lane in search.state.lanes[first : first + width] for node in lane]
     nodes.sort(key=lambda node: (start[node], node))
-    place = search.random.randint(0, max(0, len(nodes) - count))
-    return set(nodes[place : place + count])
+    place = _around(search, [start[node] for node in nodes], count)
+    return set(nodes[max(0, place) : max(0, place + count)])
+
+
+def _around(search: Search, starts: Sequence[float], count: int) -> int:
+    """Where `count` of these ascending starts begin, so that a moment is among them in which the lane that takes
+    longest idles: where it works without a pause there is nothing to gain."""
+    lanes, start = search.state.lanes, search.state.start
+    spans = [end_of(search.scaled, search.state, lane[-1]) - start[lane[0]] for lane in lanes]
+    longest = [lane for lane, span in zip(lanes, spans, strict=True) if span == max(spans)]
+    pauses = [
+        (pause, start[after] - pause)
+        for lane in longest
+        for before, after in pairwise(lane)
+        if (pause := end_of(search.scaled, search.state, before)) < start[after]
+    ]
+    if not pauses or search.random.random() < ANYWHERE:
+        return search.random.randint(-count // 2, max(len(starts) - count // 2, 0))
+    pause, length = search.random.choices(pauses, [length for _, length in pauses])[0]
+    place = bisect(starts, pause + search.random.random() * length)
+    return place - search.random.randint(count // 4, max(count - count // 4, 1))
 
 
 def _window(search: Search, until: float) -> None:
@@ -196,35 +244,46 @@ def _window(search: Search, until: float) -> None:
     shares = [kind.gains / kind.spent for kind in search.kinds]
     kind = search.random.choices(search.kinds, shares)[0]
     free = kind.choose(search, int(kind.size))
-    strict = search.random.random() < 0.5
+    strict = search.random.random() < kind.strict
     search.windows += 1
     is_done, effort, found = _solve(search, free, strict, until - time.perf_counter())
     kind.spent += effort + 0.1
     if not is_done:
         kind.size = max(kind.size * 0.93, LEAST_SIZE)
     elif effort < EFFORT / 3:
-        kind.size *= 1.12
+        kind.size *= 1.12 if effort > EFFORT / 30 else 1.25
     if found is not None:
         before = search.start.time_s
         _take(search, found)
         kind.gains += min(100.0 * (1 - search.start.time_s / before), 3.0)
+    if found is not None:
+        _polish(search, POLISH, 1.0, until)
+    elif search.windows % 2 == 0:
+        _polish(search, LONG // len(search.state.start), HOTTER, until)
 
 
 def _take(search: Search, found: State) -> None:
-    """Make `found` the present schedule if it is no worse by the evaluator, and go on from it by local search."""
+    """Make `found` the present schedule if it is no worse by the evaluator."""
     orders = orders_from(search.scaled, found.lanes, found.merged)
     fresh = _evaluated(search.instance, search.t, search.loops, orders)
     if fresh is None or fresh.time_s > search.start.time_s:
         return
-    if POLISH and search.loops is not PLAIN:
-        seed = search.random.randrange(1 << 16)
-        budget = local.Budget(POLISH, math.inf)
-        smooth = local.run(search.instance, search.t, search.loops, fresh, budget, seed)
-        if smooth.time_s < fresh.time_s * (1 - 1e-12):
-            fresh = smooth
-            lanes, merged = nodes_of(search.scaled, fresh.orders)
-            found = state_of(search.scaled, lanes, merged) or found
     search.start, search.state = fresh, found
+
+
+def _polish(search: Search, moves: int, hotter: float, until: float) -> None:
+    """Go on from the present schedule by local search, to another one that is as good at least."""
+    if not moves or search.loops is PLAIN or _is_best(search):
+        return
+    seed = search.random.randrange(1 << 16)
+    budget = local.Budget(moves, until)
+    fresh = local.run(search.instance, search.t, search.loops, search.start, budget, seed, hotter=hotter)
+    if fresh is search.start or fresh.time_s > search.start.time_s:
+        return
+    lanes, merged = nodes_of(search.scaled, fresh.orders)
+    found = state_of(search.scaled, lanes, merged)
+    if found is not None:
+        search.start, search.state = fresh, found
 
 
 def _solve(search: Search, free: set[int], strict: bool, seconds: float) -> tuple[bool, float, State | None]:

@@ -11,6 +11,9 @@ from typing import Any
 
 from pipefit.schedule.fit.kernel import INFINITE, evaluate, sweep
 
+EDGE = 8
+"""Operations at each end of a stretch of the critical path that are worth moving."""
+
 
 def draw(numbers: Any, below: int) -> int:
     """A random integer from 0 to below - 1 (Lehmer's generator; Park and Miller 1988)."""
@@ -137,14 +140,14 @@ def choose_place(t: Any, s: Any, r: Any, lane: int) -> int:
 
 def trace(t: Any, s: Any, r: Any) -> None:
     """Write down the critical path: from the end of the lane that takes longest, back to what each operation waits for,
-    its lane or its data."""
+    its lane or its data. Of a long stretch on one lane only both ends count: order within it changes nothing."""
     lane, most = 0, -1.0
     for other in range(len(s.length)):
         last = s.length[other] - 1
         end = s.start[other, last] + t.time[s.order[other, last]] - (s.start[other, 0] if t.span else 0.0)
         if end > most:
             lane, most = other, end
-    at, count = s.length[lane] - 1, 0
+    at, count, stretch = s.length[lane] - 1, 0, 0
     while at >= 0:
         r.path[count, 0] = lane
         r.path[count, 1] = at
@@ -154,6 +157,12 @@ def trace(t: Any, s: Any, r: Any) -> None:
             at -= 1
             continue
         at = -1
+        if count - stretch > 2 * EDGE:
+            for n in range(EDGE):
+                r.path[stretch + EDGE + n, 0] = r.path[count - EDGE + n, 0]
+                r.path[stretch + EDGE + n, 1] = r.path[count - EDGE + n, 1]
+            count = stretch + 2 * EDGE
+        stretch = count
         row, unit = t.row[op], t.unit[op]
         for k in range(t.in_first[row], t.in_first[row + 1]):
             if s.arrival[t.in_slot[k], unit] >= start:
