@@ -27,13 +27,13 @@ from pipefit.profile.wire import MOST_BYTES, Wire
 PROBE = 64 * 2**10
 """Bytes of the first messages, by which the effort is chosen."""
 
-LONGEST_S = 0.5
+LONGEST_S = 0.25
 """Sizes whose message would take longer on the middle link are left out."""
 
-MEASURE_S = 0.15
+MEASURE_S = 0.1
 """A measurement repeats its message for about so long."""
 
-SHARED_S = 0.03
+SHARED_S = 0.02
 """How long a message takes of which several are sent at once."""
 
 ROUNDS, SAMPLE = 4, 8
