@@ -3,9 +3,10 @@
     python benchmarks/contention.py [--quick] [--only NAME] [--json PATH]
 
 For each cluster of benchmarks/data/clusters (uniform links; links that differ, one host with a slow port; links and
-devices that differ, two racks with an uplink each): the lab is made, `pipefit profile` measures it, and nine plans are
-built, predicted and really run there: real processes and transfers, devices at the pace of tables that nothing here
-reads but the lab. Nothing is fitted to the runs. A run is left out, and counted, where the real work did not keep to
+devices that differ, two racks with an uplink each): the lab is made, `pipefit profile` measures it, and ten plans are
+built, predicted and really run there, one of them also with buckets small enough that its reductions run beside the
+backward: real processes and transfers, devices at the pace of tables that nothing here reads but the lab. Nothing is
+fitted to the runs. A run is left out, and counted, where the real work did not keep to
 its pace. Predictors: a GPipe-like formula with one bandwidth, Pipette's formula (both in formulas.py), our closed form
 (the bound that prunes), our simulator; and for comparison our simulator without sharing, in which every lane has a port
 of its own and replicas go in step. Needs root and iproute2.
@@ -24,6 +25,7 @@ from typing import Any
 from formulas import closed_form, pipette, uniform
 from lab_runs import Measured, lab_of, profiled, run_plans, small_model
 from pipefit.cluster import Cluster
+from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench, build_plan
@@ -42,6 +44,10 @@ TARGETS = {"mean_error": 0.05, "max_error": 0.12, "rank_correlation": 0.95}
 """Of the simulator, over all plans; the rank correlation (Spearman) on each cluster."""
 
 MEASURES = {"uniform": uniform, "pipette": pipette, "closed form": closed_form}
+SMALL_BUCKET = 1 << 18
+"""A layer's gradients: with buckets of this size a small model's reductions run beside its backward, as a large one's
+do with 32 MiB."""
+
 AGAIN = 2
 """How often plans are run whose run was invalid."""
 
@@ -78,12 +84,16 @@ def measure(name: str, model: Model, *, quick: bool = False) -> dict[str, Any]:
         cluster = profiled(lab, model, JOB.sequence, quick=quick)
         seconds = time.monotonic() - began
         plans = plans_for(cluster, model, name, quick)
-        runs = run_plans(lab, plans, model, steps=2 if quick else 3)
+        buckets = [BUCKET_BYTES] * len(plans)
+        if not quick:
+            plans, buckets = [*plans, plans[-1]], [*buckets, SMALL_BUCKET]
+        runs = run_plans(lab, plans, model, steps=2 if quick else 3, bucket_bytes=buckets)
         for _ in range(AGAIN - 1):
             late = [index for index, run in enumerate(runs) if not run.valid]
-            for index, run in zip(late, run_plans(lab, [plans[i] for i in late], model), strict=True):
+            again = run_plans(lab, [plans[i] for i in late], model, bucket_bytes=[buckets[i] for i in late])
+            for index, run in zip(late, again, strict=True):
                 runs[index] = run
-    rows = [row(plan, run, model, cluster) for plan, run in zip(plans, runs, strict=True)]
+    rows = [row(plan, run, model, cluster, size) for plan, run, size in zip(plans, runs, buckets, strict=True)]
     rail = cluster.rails[0]
     return {
         "lab": name,
@@ -104,12 +114,13 @@ def plans_for(cluster: Cluster, model: Model, name: str, quick: bool) -> list[Pl
     chosen = make_plan(model, cluster, JOB, {"devices": 8}, name=f"small on {name}")
     choices = [
         laid(8, 1, 8), laid(8, 1, 16), laid(4, 2, 8), laid(4, 2, 8, inner="stage"), laid(2, 4, 4),
-        laid(2, 4, 4, inner="stage"), laid(1, 8, 2), laid(4, 2, 8, "zb-h1", inner="stage"),
+        laid(2, 4, 4, inner="stage"), laid(4, 2, 8, "zb-h1", inner="stage"),
     ]  # fmt: skip
     if name == "uniform":
         choices.append(laid(1, 8, 1, zero1=True))
     else:
         choices.append(laid(4, 2, 4, "interleaved-1f1b", devices=(0, 4, 2, 6, 1, 5, 3, 7)))
+    choices.append(laid(1, 8, 2))
     return [chosen, *(built(cluster, model, choice, JOB) for choice in choices)]
 
 
@@ -128,16 +139,20 @@ def built(cluster: Cluster, model: Model, decisions: Decisions, job: Job) -> Pla
     return predict(plan, model, simulate_plan(plan, model, cluster))
 
 
-def row(plan: Plan, run: Measured, model: Model, cluster: Cluster) -> dict[str, Any]:
+def row(
+    plan: Plan, run: Measured, model: Model, cluster: Cluster, bucket_bytes: float = BUCKET_BYTES
+) -> dict[str, Any]:
     """Measured and predicted."""
     bench = Workbench(model, cluster)
-    simulation = simulate_plan(plan, model, cluster, network=bench.network, layers=bench.layers)
+    simulation = simulate_plan(
+        plan, model, cluster, network=bench.network, layers=bench.layers, bucket_bytes=bucket_bytes
+    )
     plain = replace(simulation.costs, contention=None)
     predicted = {name: formula(plan, simulation, bench.network) for name, formula in MEASURES.items()}
     predicted["without sharing"] = simulate(plan.order.schedule(), plain).makespan_s
     predicted[SIMULATOR] = simulation.timeline.makespan_s
     return {
-        "plan": words(plan),
+        "plan": words(plan) + (f", buckets of {bucket_bytes} bytes" if bucket_bytes != BUCKET_BYTES else ""),
         "measured_s": run.median_s,
         "steps_s": list(run.step_s),
         "valid": run.valid,

@@ -17,6 +17,9 @@ from pipefit.lab.spec import LabFile, Port, Uplink
 from pipefit.lab.tables import DeviceTable
 
 INSIDE = 60e6
+SLOW, QUICK = 2e6, 5e6
+"""25 and 10 Gbit/s, scaled."""
+
 FLOPS = 1.0e9
 
 MIXED_LINKS = (
@@ -50,7 +53,24 @@ def clusters() -> dict[str, LabFile]:
                 Uplink(name="right", hosts=("host2", "host3"), up_bytes_per_s=4.5e6, down_bytes_per_s=4.5e6),
             ),
         ),
+    } | {
+        "half-2.5": half("half-2.5", 2.5, skewed(4)),
+        "half-1.8": half("half-1.8", 1.8, skewed(4)),
+        "links-only": lab("links-only", ["fast"] * 4, skewed(4), {"fast": FLOPS}),
+        "half-2.5-16": half("half-2.5-16", 2.5, skewed(8)),
     }  # fmt: skip
+
+
+def half(name: str, ratio: float, matrix: Sequence[Sequence[float]]) -> LabFile:
+    """Every second host's devices are `ratio` times as fast as the others'."""
+    kinds = ["fast" if h % 2 == 0 else "slow" for h in range(len(matrix))]
+    return lab(name, kinds, matrix, {"fast": 0.5 * FLOPS * ratio, "slow": 0.5 * FLOPS})
+
+
+def skewed(hosts: int) -> list[list[float]]:
+    """Hosts an odd number of places apart reach each other at 10 Gbit/s, the others at 25 (scaled): in hostname order
+    every neighbour is far away."""
+    return [[0.0 if a == b else SLOW if (a - b) % 2 else QUICK for b in range(hosts)] for a in range(hosts)]
 
 
 def lab(

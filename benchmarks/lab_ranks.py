@@ -65,7 +65,7 @@ def main() -> None:
     found = []
     for index in range(task["plans"]):
         plan = load_plan(folder / f"plan-{index}.json")
-        mine = steps_of(plan, model, comms, task["warm"], task["steps"], task["trace"])
+        mine = steps_of(plan, model, comms, task, task["bucket_bytes"][index])
         everyone: list[Any] = [None] * world.size
         dist.all_gather_object(everyone, mine)
         found.append(everyone)
@@ -74,9 +74,10 @@ def main() -> None:
     world.stop()
 
 
-def steps_of(plan: Plan, model: Model, comms: Comms, warm: int, steps: int, trace: bool) -> dict[str, Any]:
+def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucket_bytes: int) -> dict[str, Any]:
     """When this rank began and ended each step, by the machine's clock; its paced actions; its last step's trace."""
-    worker = build_worker(plan, model, comms, torch.device("cpu"), OPTIMIZER)
+    warm, steps, trace = task["warm"], task["steps"], task["trace"]
+    worker = build_worker(plan, model, comms, torch.device("cpu"), OPTIMIZER, bucket_bytes=bucket_bytes)
     worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in worker.buckets))
     rows, shape = RandomRows(plan.job.sequence, int(plan.model.config["vocab_size"])), batch_shape(plan)
     times = []

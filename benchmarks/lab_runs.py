@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.cluster import Cluster, load
+from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.errors import PipefitError
 from pipefit.lab import launch, lifecycle
 from pipefit.lab.lifecycle import Lab
@@ -91,9 +92,17 @@ def profiled(lab: Lab, model: Model, sequence: int, *, rounds: int = 2, quick: b
 
 
 def run_plans(
-    lab: Lab, plans: Sequence[Plan], model: Model, *, warm: int = 1, steps: int = 4, trace: bool = False
+    lab: Lab,
+    plans: Sequence[Plan],
+    model: Model,
+    *,
+    warm: int = 1,
+    steps: int = 4,
+    trace: bool = False,
+    bucket_bytes: Sequence[int] = (),
 ) -> list[Measured]:
-    """Steps of every plan. Plans on the same devices share their processes."""
+    """Steps of every plan. Plans on the same devices share their processes. `bucket_bytes` of each plan: gradients that
+    are reduced together; as `pipefit train` does it where it is not given."""
     found: dict[int, Measured] = {}
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, plan in enumerate(plans):
@@ -103,7 +112,8 @@ def run_plans(
             folder = Path(name)
             for place, index in enumerate(members):
                 save_plan(replace(plans[index], cluster=""), folder / f"plan-{place}.json")
-            task = {"plans": len(members), "warm": warm, "steps": steps, "trace": trace}
+            sizes = [bucket_bytes[index] if bucket_bytes else BUCKET_BYTES for index in members]
+            task = {"plans": len(members), "warm": warm, "steps": steps, "trace": trace, "bucket_bytes": sizes}
             _start(lab, folder, "plans", model, task, devices)
             everyone = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
         found |= {index: _measured(ranks) for index, ranks in zip(members, everyone, strict=True)}

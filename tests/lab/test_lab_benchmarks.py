@@ -33,10 +33,10 @@ def test_the_clusters_are_those_that_were_written_before_measuring() -> None:
 
 def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
     """One stage on one device: nothing but (forward + backward) of every microbatch."""
-    from contention import built, laid
-    from formulas import amp, pipette, uniform
     from plan_toys import toy_model
 
+    from contention import built, laid
+    from formulas import amp, pipette, uniform
     from pipefit.cluster import parse_spec
     from pipefit.plan.build import Workbench
     from pipefit.plan.predict import simulate_plan
@@ -55,10 +55,10 @@ def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
 
 def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     """Two stages on two hosts at 1 GB/s: 4 microbatches are two turns, so two more ways than none."""
-    from contention import built, laid
-    from formulas import pipette, uniform
     from plan_toys import toy_model
 
+    from contention import built, laid
+    from formulas import pipette, uniform
     from pipefit.cluster import parse_spec
     from pipefit.plan.build import Workbench
     from pipefit.plan.predict import simulate_plan

@@ -128,7 +128,7 @@ def reduce_hidden_s(
     if not once_s:
         return {"B": 0.0, "W": 0.0}
     share, pieces = beside_backward(stage, work, network, layers)
-    return {kind: share * hidden_s(once_s, pieces[kind]) if share else 0.0 for kind in ("B", "W")}
+    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) if share else 0.0 for kind in ("B", "W")}
 
 
 def beside_backward(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipefit.cost.memory import Precision
+from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.layout import Group
 from pipefit.model.graph import Graph
 
@@ -71,6 +72,8 @@ class PipelineWork:
     edges: tuple[EdgeWork, ...]
     tied: tuple[TiedWork, ...] = ()
     precision: Precision
+    bucket_bytes: float = BUCKET_BYTES
+    "Gradients that are reduced together."
 
     @property
     def lanes(self) -> int:

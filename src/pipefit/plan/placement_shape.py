@@ -215,7 +215,7 @@ def _terms(work: PipelineWork, network: Network, layers: LayerCosts, timeline: T
             whole = max(stage.parameters.whole) * GRADIENT_BYTES[work.precision]
             more_s = all_reduce_s(network, shard_rings(stage), whole)
         share, pieces = beside_backward(stage, work, network, layers)
-        lines = tuple(left_lines(pieces["W" if index in parted else "B"])) if share else ()
+        lines = tuple(left_lines(pieces["W" if index in parted else "B"], work.bucket_bytes)) if share else ()
         operation = "reduce_scatter" if stage.split_state else "all_reduce"
         found.append(Term(stage.lane, index, operation, size, more_s, share if lines else 0.0, lines))
         if stage.split_state:

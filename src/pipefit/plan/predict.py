@@ -11,6 +11,7 @@ from pipefit.cost.contention import with_contention
 from pipefit.cost.curves import best_costs
 from pipefit.cost.memory_end import end_bytes
 from pipefit.cost.network import Network
+from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import cost_table, lane_parts
 from pipefit.cost.types import CostTable
@@ -57,13 +58,14 @@ def simulate_plan(
     programs: Programs | None = None,
     network: Network | None = None,
     layers: LayerCosts | None = None,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> Simulation:
     """Run the plan's own lowered lanes through the simulator, with costs for its own stages and links.
 
     `programs`, `network` and `layers` are made from the model and the cluster where they are not handed in.
     """
     network = network or Network(cluster)
-    work = pipeline_work(parts_of(plan), programs or Programs(model))
+    work = replace(pipeline_work(parts_of(plan), programs or Programs(model)), bucket_bytes=bucket_bytes)
     layers = layers or best_costs(cluster)
     costs = with_contention(cost_table(work, network, layers), work, network, layers)
     timeline = simulate(plan.order.schedule(), costs)
