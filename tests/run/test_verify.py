@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from pipefit.cli import main
 from pipefit.cluster import local
+from pipefit.cost.memory_end import RUN_ELEMENTS
+from pipefit.cost.memory_file import load_memory
 from pipefit.errors import RunError
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
@@ -23,10 +25,13 @@ from pipefit.plan.build import build_plan
 from pipefit.plan.check import save_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.risk import with_risk
 from pipefit.plan.types import Hashes, Job, Plan
 from pipefit.run import verify
 from pipefit.run.alone import RECEIVED_STD, alone
 from pipefit.run.comms import Comms, all_gather, reduce_scatter
+from pipefit.run.optimizer import run_elements
+from pipefit.run.verify_record import check_kind
 
 MODEL = "tiny-llama"
 
@@ -131,6 +136,43 @@ def test_critical_ranks() -> None:
     assert verify.critical_ranks(uneven) == (1, 3) or verify.critical_ranks(uneven) == (3, 1)
 
 
+def test_what_was_measured_is_recorded_and_learned_from(command, tmp_path: Path) -> None:
+    """Six plans teach a correction; the same plan again changes nothing; then plans carry a risk."""
+    path = tmp_path / "memory.json"
+    choices = [
+        {}, {"schedule": "gpipe"}, {"recompute": ("full",)}, {"schedule": "zb-h1"}, {"microbatches": 2}, {"stages": 2},
+    ]  # fmt: skip
+    for count, choice in enumerate(choices, 1):
+        code, out, _ = command(plan_of(**choice), "--rank", "0", "--steps", "1", "--record", str(path))
+        assert code == 0 and f"{count} plan{'s' if count > 1 else ''} measured on cpu" in out
+        assert ("6 are needed for a correction" in out) == (count < 6)
+    facts = load_memory(path)
+    command(plan_of(), "--rank", "0", "--steps", "1", "--record", str(path))
+    assert len(load_memory(path).runs) == len(facts.runs) == 6 and facts.runs[0].environment["torch"]
+    estimate = facts.corrections["cpu"].estimate(facts.runs[0].parts)
+    assert estimate.expected_bytes == pytest.approx(facts.runs[0].measured_bytes, rel=0.01)
+    plan = with_risk(plan_of(), opened(), local(4), facts)
+    assert plan.prediction is not None and plan.prediction.risk is not None and plan.prediction.risk < 0.001
+
+
+KINDS = {
+    ("cpu", "cpu", ""): True, ("cpu-2", "cpu", ""): True, ("H100", "cpu", ""): False,
+    ("cpu", "cuda", "NVIDIA H100"): False,
+    ("H100", "cuda", "NVIDIA H100 80GB HBM3"): True, ("A100-80", "cuda", "NVIDIA A100-SXM4-80GB"): True,
+    ("H100", "cuda", "NVIDIA H200"): False, ("RTX-4090", "cuda", "NVIDIA GeForce RTX 4090"): True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_only_the_plans_own_kind_of_device_is_recorded(case: tuple[str, str, str]) -> None:
+    if KINDS[case]:
+        check_kind(*case)
+        return
+    with pytest.raises(RunError, match="cannot be recorded for the plan's devices") as error:
+        check_kind(*case)
+    assert f"a device of kind {case[0]}" in str(error.value)
+
+
 MISTAKES = {
     "rank": (("--rank", "4"), "The plan has no such rank.", "0 to 3: the plan has 4 devices"),
     "negative rank": (("--rank=-1",), "The plan has no such rank.", "0 to 3"),
@@ -177,6 +219,11 @@ def test_a_plan_for_another_model(command) -> None:
 def test_a_machine_that_is_too_small(command) -> None:
     code, _, err = command(with_lanes(plan_of(), *[(1e15, 2e15)] * 4))
     assert code == 2 and "This machine has too little memory to run a rank of the plan." in err
+
+
+def test_runs_of_the_update_are_what_the_cost_model_counts() -> None:
+    assert RUN_ELEMENTS["cpu"] == run_elements(torch.device("cpu"))
+    assert RUN_ELEMENTS["gpu"] == run_elements(torch.device("cuda"))
 
 
 def test_alone_in_a_world() -> None:

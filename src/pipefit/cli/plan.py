@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,12 @@ def command(
     fix: Annotated[
         list[str] | None, typer.Option(help="Pin a choice, KEY=VALUE; repeat for more. An unknown key lists them.")
     ] = None,
+    memory: Annotated[
+        Path | None, typer.Option(help="A memory correction, as `pipefit verify --record` writes it.")
+    ] = None,
+    risk: float | None = typer.Option(
+        None, help="With --memory: the probability of not fitting that the plan may have. Default: 0.05."
+    ),
     allow_other_environment: bool = typer.Option(
         False, "--allow-other-environment", help="Use a cluster that was measured with other software."
     ),
@@ -41,7 +48,6 @@ def command(
     from pipefit.model.registry import open_model
     from pipefit.plan.check import save_plan
     from pipefit.plan.explain import forecast, headline, tables
-    from pipefit.plan.make import make_plan
     from pipefit.plan.pins import parse_pins
     from pipefit.profile.environment import check_environment
 
@@ -53,9 +59,10 @@ def command(
         print(f"measured with other software: {difference}", file=sys.stderr)
     pins = parse_pins(fix or [])
     job = _job(batch, seq, precision or ("float32" if local else "bfloat16"), seed)
+    making = _making(memory, risk)
     with _progress() as progress:
-        plan = make_plan(
-            open_model(model), found, job, pins, top=top, name=model, cluster_source=text, progress=progress
+        plan = making(
+            open_model(model), found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress
         )
     if output is not None:
         save_plan(plan, output)
@@ -69,6 +76,27 @@ def command(
     _print_origins(plan)
     if output is not None:
         print(f"\nwritten to {output}")
+
+
+def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
+    """How plans are made: by the analytic model, or by a memory correction and the risk that is allowed."""
+    from pipefit.cost.memory_file import load_memory
+    from pipefit.errors import PlanError
+    from pipefit.plan.make import make_plan
+    from pipefit.plan.risk import RISK, check_risk, make_plan_at_risk
+
+    if memory is None:
+        if risk is not None:
+            raise PlanError(
+                "Without a memory correction nobody knows the probability that a plan does not fit.",
+                where="--risk",
+                seen=risk,
+                next_step="name a file with --memory FILE; `pipefit verify PLAN --record FILE` makes one",
+            )
+        return make_plan
+    allowed = RISK if risk is None else risk
+    check_risk(allowed)
+    return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
 def _job(batch: int, seq: int, precision: str, seed: int) -> Job:

@@ -23,7 +23,10 @@ def command(
     ] = None,
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     steps: int = typer.Option(2, help="Training steps of every rank."),
-    cluster: str | None = typer.Option(None, help="The cluster, for a plan without a prediction."),
+    record: Annotated[
+        Path | None, typer.Option(help="Add what was measured to this memory file, and learn its correction again.")
+    ] = None,
+    cluster: str | None = typer.Option(None, help="The cluster, where it is not to be found as the plan names it."),
     local: int | None = typer.Option(None, help="The cluster: this many processes on this machine's CPU."),
     as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
@@ -46,6 +49,7 @@ def command(
     model = captured_model(plan)
     found = [verify_rank(plan, model, one, place, steps) for one in rank or critical_ranks(plan)]
     fits = all(one.fits for one in found)
+    learned = [] if record is None else _record(record, plan, cluster, local, found, place.type)
     if as_json:
         facts = {"device": str(place), "fits": fits, "ranks": [_facts(one) for one in found]}
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
@@ -53,7 +57,7 @@ def command(
         print(headline(plan))
         print(f"each rank alone on {_where(place.type)}: real steps, what other ranks send is made up")
         print_tables([_table(found)])
-        for line in _verdict(plan, found):
+        for line in [*_verdict(plan, found), *learned]:
             print(line)
     if not fits:
         sys.exit(1)
@@ -68,6 +72,30 @@ def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan
         return plan
     opened, found = open_subject(plan, None, cluster, local)
     return predict(plan, opened, simulate_plan(plan, opened, found))
+
+
+def _record(
+    path: Path, plan: Plan, cluster: str | None, local: int | None, found: Sequence[RankMemory], device: str
+) -> list[str]:
+    """Keep what was measured, and say what the file knows now."""
+    from pipefit.cli._plans import open_subject
+    from pipefit.cost.memory_correction import LEAST_CONFIGURATIONS
+    from pipefit.cost.memory_file import record
+    from pipefit.profile.environment import fingerprint
+    from pipefit.run.verify_record import memory_runs
+
+    runs = memory_runs(plan, *open_subject(plan, None, cluster, local), found, device, fingerprint())
+    facts = record(path, runs)
+    lines = []
+    for kind in sorted({run.kind for run in runs}):
+        plans = len({run.configuration for run in facts.runs if run.kind == kind})
+        known = facts.corrections.get(kind)
+        if known is None:
+            words = f"{LEAST_CONFIGURATIONS} are needed for a correction"
+        else:
+            words = f"errors of plans left out of the fit have a spread of {known.spread:.2%}"
+        lines.append(f"{path}: {plans} plan{'s' if plans > 1 else ''} measured on {kind}; {words}")
+    return lines
 
 
 def _where(kind: str) -> str:

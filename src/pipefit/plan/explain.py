@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipefit.plan.types import Alternative, GroupPlan, Plan, Prediction, Sensitivity
+from pipefit.plan.types import Alternative, GroupPlan, MemoryRisk, Plan, Prediction, Sensitivity
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -48,9 +48,29 @@ def forecast(plan: Plan) -> list[str]:
             f"lower bound of every plan considered: {format_seconds(prediction.lower_bound_s)} "
             f"(compute alone, cut evenly, memory not counted); this plan is {over:.1%} above it"
         )
+    if prediction.risk is not None:
+        lines.append(risk_line(prediction))
     if prediction.sensitivity:
         lines.append("what more would give: " + "; ".join(_gain(one, prediction) for one in prediction.sensitivity))
     return lines
+
+
+def risk_line(prediction: Prediction) -> str:
+    """The probability that the plan does not fit, and the lane that it hangs on. The plan has one."""
+    known = [(lane.memory.risk, index) for index, lane in enumerate(prediction.lanes) if lane.memory is not None]
+    risk, worst = max(known)
+    lane, memory = prediction.lanes[worst], prediction.lanes[worst].memory
+    assert memory is not None and prediction.risk is not None
+    return (
+        f"probability that it does not fit: {percent(prediction.risk)} ({percent(risk)} on lane {worst}: "
+        f"{format_bytes(memory.expected_bytes)} expected, up to {format_bytes(memory.margin_bytes)} more, "
+        f"of {format_bytes(lane.limit_bytes)})"
+    )
+
+
+def percent(share: float) -> str:
+    """A probability in words of a percentage; what is next to nothing as such."""
+    return "under 0.1%" if share < 0.001 else f"{share:.1%}"
 
 
 def decision_table(plan: Plan) -> TextTable:
@@ -89,6 +109,7 @@ def stage_table(plan: Plan) -> TextTable:
 def memory_table(plan: Plan) -> TextTable:
     """Peak memory of every lane's fullest device, by parts, beside its limit."""
     lanes = plan.prediction.lanes if plan.prediction else ()
+    known = any(lane.memory is not None for lane in lanes)
     rows = tuple(
         (
             str(index),
@@ -96,10 +117,19 @@ def memory_table(plan: Plan) -> TextTable:
             format_bytes(lane.peak_bytes),
             format_bytes(lane.limit_bytes),
             f"{lane.peak_bytes / lane.limit_bytes:.0%}",
+            *(_corrected(lane.memory) if known else ()),
         )
         for index, lane in enumerate(lanes)
     )
-    return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used"), rows)
+    more = ("corrected", "at most", "risk") if known else ()
+    return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used", *more), rows)
+
+
+def _corrected(memory: MemoryRisk | None) -> tuple[str, str, str]:
+    if memory is None:
+        return ("not known", "", "")
+    most = memory.expected_bytes + memory.margin_bytes
+    return (format_bytes(memory.expected_bytes), format_bytes(most), percent(memory.risk))
 
 
 def alternative_table(plan: Plan) -> TextTable:

@@ -25,12 +25,12 @@ class Evaluated:
     @property
     def worst_lane(self) -> int:
         """The lane that is fullest for its limit."""
-        limits = self.simulation.limits_bytes
-        return max(range(len(limits)), key=lambda lane: self.simulation.timeline.peak_bytes[lane] / limits[lane])
+        limits, peaks = self.simulation.limits_bytes, self.simulation.peaks_bytes
+        return max(range(len(limits)), key=lambda lane: peaks[lane] / limits[lane])
 
     @property
     def peak_bytes(self) -> float:
-        return float(self.simulation.timeline.peak_bytes[self.worst_lane])
+        return self.simulation.peaks_bytes[self.worst_lane]
 
     @property
     def limit_bytes(self) -> float:

@@ -145,6 +145,18 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRisk:
+    """What a memory correction (docs/memory.md) makes of a lane's peak, on the device that is likeliest to overflow."""
+
+    expected_bytes: float
+    "The peak, corrected."
+    margin_bytes: float
+    "What may come on top of it, hardly ever more."
+    risk: float
+    "The probability that it takes more than the limit."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanePrediction:
     """What the simulator says of one lane."""
 
@@ -155,6 +167,8 @@ class LanePrediction:
     idle_s: float
     parts: Mapping[str, float] = field(default_factory=dict)
     "Bytes by what they are: parameters, gradients, optimizer, activations, buffers, workspace."
+    memory: MemoryRisk | None = None
+    "Where a correction for its devices is known."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +214,8 @@ class Prediction:
     sensitivity: tuple[Sensitivity, ...] = ()
     trade: tuple[TradePoint, ...] = ()
     "Memory against time on the plan's layout, by memory; empty for a single lane."
+    risk: float | None = None
+    "The probability that some lane does not fit, as if lanes erred independently; None without a memory correction."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

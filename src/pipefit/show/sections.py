@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipefit.layout import Group
+from pipefit.plan.explain import risk_line
 from pipefit.plan.types import LanePrediction
 from pipefit.show.breakdown import PARTS, Breakdown
 from pipefit.show.figures import Figures, Pair, percent
@@ -285,7 +286,8 @@ def memory_section(subject: Subject, peaks: Mapping[int, float]) -> str:
         "Memory",
         '<p class="lead">Predicted use over one step. The grey foot stays for the whole run: parameters, gradients, '
         f"optimizer state, workspace. The dashed line is the limit{held}.</p>"
-        f'<div class="controls">{choice}</div><div class="charts{small}">{"".join(figures)}</div>'
+        + (f'<p class="risk">{text(risk_line(prediction))}.</p>' if prediction.risk is not None else "")
+        + f'<div class="controls">{choice}</div><div class="charts{small}">{"".join(figures)}</div>'
         "<details><summary>Peaks and parts as a table</summary>"
         + table("Memory of a device of each lane", heads, rows, numeric=range(2, len(heads)))
         + "</details>",

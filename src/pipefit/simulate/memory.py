@@ -10,6 +10,7 @@ in a computed one until the transfer is over. Under all of it lie the lane's sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,8 @@ class MemoryCurve:
     "When it is first reached."
     buffers_bytes: float
     "The largest sum of receive buffers alone."
+    parts_bytes: Mapping[str, float]
+    "What the peak is made of beside the static bytes: `saved` (held between actions), `passing`, `messages`."
 
 
 def memory_curves(
@@ -45,13 +48,13 @@ def memory_curves(
     compute = np.flatnonzero(graph.kind <= B)
     held, passing = (each[compute] for each in _held_and_passing(graph, costs))
     lane, place = graph.lane[compute], PLACES * graph.row[compute]
-    events.add(lane, times.start_s[compute], place + START, np.maximum(held, 0.0) + passing)
-    events.add(lane, times.stop_s[compute], place + STOP, np.minimum(held, 0.0) - passing)
+    events.add(lane, times.start_s[compute], place + START, np.maximum(held, 0.0) + passing, passing=passing)
+    events.add(lane, times.stop_s[compute], place + STOP, np.minimum(held, 0.0) - passing, passing=-passing)
     transfers = np.flatnonzero(graph.consumer >= 0)
     if len(transfers):
         size, user = _edge_bytes(graph, costs, "bytes")[transfers], graph.consumer[transfers]
-        events.add(graph.lane[user], posted_s[transfers], _posted_place(graph)[transfers], size, buffer=True)
-        events.add(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, buffer=True)
+        events.add(graph.lane[user], posted_s[transfers], _posted_place(graph)[transfers], size, RECEIVED)
+        events.add(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
     return events.curves(costs.static_bytes, len(graph.schedule.lanes))
@@ -60,6 +63,9 @@ def memory_curves(
 PLACES = 8
 TAKE, START, STOP, GIVE = 1, 2, 6, 7
 """The order of the events of one action at one time: it takes its inputs over, starts, stops, hands on."""
+
+COMPUTE, RECEIVED, SENT = range(3)
+"""What an event is about: what actions hold and need, receive buffers, what is handed on until it has left."""
 
 
 def _add_sent(events: _Events, graph: TaskGraph, costs: CostTable, times: Times, reached_s: Floats) -> None:
@@ -81,8 +87,8 @@ def _add_sent(events: _Events, graph: TaskGraph, costs: CostTable, times: Times,
         maker = graph.task[graph.row[transfers]]
         gone_s, gone = times.arrival_s[transfers], PLACES * graph.row[transfers] + GIVE
     lane = graph.lane[transfers]
-    events.add(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size)
-    events.add(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size)
+    events.add(lane, times.stop_s[maker], PLACES * graph.row[maker] + GIVE, size, SENT)
+    events.add(lane, np.maximum(gone_s, times.stop_s[maker]), gone, -size, SENT)
 
 
 def _producers(graph: TaskGraph, transfers: Ints) -> Ints:
@@ -130,8 +136,8 @@ def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: T
         ):
             size = np.broadcast_to(table, made.shape).reshape(-1)
             made, used = made.reshape(-1), used.reshape(-1)
-            events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size)
-            events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size)
+            events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size, SENT)
+            events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size, SENT)
 
 
 def _index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
@@ -174,16 +180,28 @@ def _posted_place(graph: TaskGraph) -> Ints:
 
 
 class _Events:
-    """Changes of memory, collected in any order; each has a lane, a time, and a place among events of that time."""
+    """Changes of memory, collected in any order; each has a lane, a time, a place among events of that time."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Ints, Floats, Ints, Floats, Floats]] = []
+        self.columns: list[tuple[Ints, Floats, Ints, Floats, Ints, Floats]] = []
 
-    def add(self, lane: Ints, time_s: Floats, place: Ints, change: Floats, buffer: bool = False) -> None:
-        self.parts.append((lane, time_s, place, change, change if buffer else np.zeros(len(change))))
+    def add(
+        self,
+        lane: Ints,
+        time_s: Floats,
+        place: Ints,
+        change: Floats,
+        about: int = COMPUTE,
+        passing: Floats | None = None,
+    ) -> None:
+        """`passing` is the part of the change that is over with the action."""
+        none = np.zeros(len(change)) if passing is None else passing
+        self.columns.append((lane, time_s, place, change, np.full(len(change), about), none))
 
     def curves(self, static_bytes: Floats, lanes: int) -> tuple[MemoryCurve, ...]:
-        lane, time_s, place, change, buffer = (np.concatenate(column) for column in zip(*self.parts, strict=True))
+        lane, time_s, place, change, about, passing = (
+            np.concatenate(column) for column in zip(*self.columns, strict=True)
+        )
         order = np.lexsort((place, time_s, lane))
         bounds = np.searchsorted(lane[order], np.arange(lanes + 1))
         result = []
@@ -193,7 +211,10 @@ class _Events:
             level = static + np.cumsum(change[own])
             top = int(level.argmax()) if len(level) else 0
             peak = float(level[top]) if len(level) else static
-            buffers = np.cumsum(buffer[own])
+            buffers = np.cumsum(np.where(about[own] == RECEIVED, change[own], 0.0))
+            until = own[: top + 1] if peak > static else own[:0]
+            passes = float(passing[until].sum())
+            sums = np.bincount(about[until], weights=change[until], minlength=3)
             result.append(
                 MemoryCurve(
                     time_s=time_s[own],
@@ -202,6 +223,11 @@ class _Events:
                     peak_bytes=max(static, peak),
                     peak_s=float(time_s[own][top]) if len(level) and peak > static else 0.0,
                     buffers_bytes=float(buffers.max()) if len(level) else 0.0,
+                    parts_bytes={
+                        "saved": float(sums[COMPUTE]) - passes,
+                        "passing": passes,
+                        "messages": float(sums[RECEIVED] + sums[SENT]),
+                    },
                 )
             )
         return tuple(result)

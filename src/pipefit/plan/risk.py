@@ -1,0 +1,209 @@
+"""Plans under a memory correction: the probability that one does not fit, and the fastest one for which it is small.
+
+The search counts bytes of the analytic model. So it is given limits in such bytes: first those beyond which no mix of
+parts fits with the probability that is asked for; where the plan that it finds is still too risky, because of its own
+mix of parts, the limit of that kind of device that this plan could keep with its mix, and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipefit.cluster.types import Cluster
+from pipefit.codec import digest
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.memory_correction import PARTS, MemoryCorrection, MemoryEstimate
+from pipefit.cost.memory_file import MemoryFacts
+from pipefit.cost.network import Network
+from pipefit.cost.table import lane_parts
+from pipefit.errors import ClusterError, DoesNotFitError, PlanError
+from pipefit.model.graph import Model
+from pipefit.plan.make import make_plan
+from pipefit.plan.predict import Simulation, simulate_plan
+from pipefit.plan.types import Job, LanePrediction, MemoryRisk, Plan
+from pipefit.units import format_bytes
+
+RISK = 0.05
+"""The probability of not fitting that a plan may have where the user names none."""
+
+ROUNDS = 8
+"""Searches, each under tighter limits, before none is called safe enough."""
+
+Parts = Mapping[str, float]
+
+
+def make_plan_at_risk(
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    facts: MemoryFacts,
+    risk: float = RISK,
+    pins: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """`make_plan` (its `options`), where a plan fits if it does so with probability 1 - `risk` at least.
+
+    Raises ClusterError where `facts` know none of the cluster's kinds of devices, PlanError for a risk that cannot be,
+    and DoesNotFitError as `make_plan` does.
+    """
+    check_risk(risk)
+    corrections = corrections_for(cluster, facts)
+    limits = {
+        kind: reach_bytes(corrections[kind], float(device.memory_bytes), risk)
+        if kind in corrections
+        else float(device.memory_bytes)
+        for kind, device in cluster.kinds.items()
+    }
+    last = 0.0
+    for _ in range(ROUNDS):
+        plan = make_plan(model, _limited(cluster, limits), job, pins, **options)
+        plan = with_risk(_as_planned_for(plan, cluster, limits), model, cluster, facts)
+        assert plan.prediction is not None and plan.prediction.risk is not None
+        last = plan.prediction.risk
+        if last <= risk:
+            return plan
+        limits = _tighter(plan, simulate_plan(plan, model, cluster), cluster, corrections, limits, risk)
+    raise DoesNotFitError(
+        f"None of {ROUNDS} plans that were found fits with the certainty that is asked for.",
+        where="--risk",
+        seen=f"{last:.1%} in the last one",
+        allowed=f"{risk:.1%}",
+        next_step="allow a higher risk, or record more runs with `pipefit verify --record`: the band gets narrower",
+    )
+
+
+def check_risk(risk: float) -> None:
+    """Raises PlanError for a probability that no plan can be asked for."""
+    if not 0 < risk < 0.5:
+        raise PlanError(
+            "A plan cannot be asked for this risk of not fitting.",
+            where="--risk",
+            seen=risk,
+            allowed="a probability above 0 and below 0.5, such as 0.05",
+        )
+
+
+def corrections_for(cluster: Cluster, facts: MemoryFacts) -> Mapping[str, MemoryCorrection]:
+    """The corrections of the cluster's kinds of devices. Raises ClusterError where there is none."""
+    found = {kind: facts.corrections[kind] for kind in cluster.kinds if kind in facts.corrections}
+    if not found:
+        raise ClusterError(
+            "The memory file knows nothing of the cluster's devices.",
+            where="--memory",
+            seen=f"corrections for {', '.join(facts.corrections) or 'no kind of device'}; "
+            f"runs on {', '.join(sorted({run.kind for run in facts.runs})) or 'none'}",
+            allowed=f"some for {', '.join(cluster.kinds)}",
+            next_step="record runs on such a device with `pipefit verify PLAN --record FILE`",
+        )
+    return found
+
+
+def reach_bytes(correction: MemoryCorrection, limit_bytes: float, risk: float) -> float:
+    """The most that the analytic model may say of a lane that fits into the limit with this risk: no mix of parts has
+    lower coefficients, none is closer to what was measured."""
+    least = max(0.5, min(value for name, value in correction.coefficients.items() if name != "workspace"))
+    constant = correction.coefficients["workspace"] * WORKSPACE_BYTES
+    return WORKSPACE_BYTES + (limit_bytes / (1.0 + correction.quantile(risk)) - constant) / least
+
+
+def peak_parts(simulation: Simulation) -> tuple[Parts, ...]:
+    """Of every lane, what its analytic peak is made of: by the names of `memory_correction.PARTS`. What the end of an
+    iteration needs counts as messages."""
+    result = []
+    statics, peaks = lane_parts(simulation.work), simulation.peaks_bytes
+    for static, curve, peak in zip(statics, simulation.timeline.memory, peaks, strict=True):
+        end = {"messages": peak - sum(static.values())} if peak > curve.peak_bytes else curve.parts_bytes
+        result.append({name: float({**static, **end}.get(name, 0.0)) for name in PARTS})
+    return tuple(result)
+
+
+def with_risk(plan: Plan, model: Model, cluster: Cluster, facts: MemoryFacts) -> Plan:
+    """The plan, its prediction with the probability that each lane, and that some lane, does not fit. On devices whose
+    kind has no correction a lane fits if the analytic peak does, as without corrections."""
+    assert plan.prediction is not None
+    corrections = corrections_for(cluster, facts)
+    network, parts = Network(cluster), peak_parts(simulate_plan(plan, model, cluster))
+    lanes = []
+    for index, lane in enumerate(plan.prediction.lanes):
+        kinds = {network.kinds[device].name for device in plan.lane_group(index).devices}
+        lanes.append(replace(lane, memory=_lane_risk(lane, parts[index], kinds, cluster, corrections)))
+    risks = [lane.memory.risk if lane.memory else float(lane.peak_bytes > lane.limit_bytes) for lane in lanes]
+    whole = 1.0 - math.prod(1.0 - risk for risk in risks)
+    notes = (*plan.prediction.assumptions, *(_note(one) for one in corrections.values()))
+    prediction = replace(plan.prediction, lanes=tuple(lanes), risk=max(whole, *risks, 0.0), assumptions=notes)
+    return replace(plan, prediction=prediction)
+
+
+def _lane_risk(
+    lane: LanePrediction, parts: Parts, kinds: set[str], cluster: Cluster, corrections: Mapping[str, MemoryCorrection]
+) -> MemoryRisk | None:
+    found: list[tuple[float, MemoryEstimate]] = []
+    unknown = 0.0
+    for kind in sorted(kinds):
+        limit = float(cluster.kinds[kind].memory_bytes)
+        if kind in corrections:
+            estimate = corrections[kind].estimate(parts)
+            found.append((estimate.risk(limit), estimate))
+        elif lane.peak_bytes > limit:
+            unknown = 1.0
+    if not found:
+        return None
+    risk, estimate = max(found, key=lambda one: one[0])
+    return MemoryRisk(
+        expected_bytes=estimate.expected_bytes, margin_bytes=estimate.margin_bytes, risk=max(risk, unknown)
+    )
+
+
+def _tighter(
+    plan: Plan,
+    simulation: Simulation,
+    cluster: Cluster,
+    corrections: Mapping[str, MemoryCorrection],
+    limits: Mapping[str, float],
+    risk: float,
+) -> dict[str, float]:
+    """Limits that leave the plan out: for the kinds of its risky lanes what these may take with their mix of parts."""
+    assert plan.prediction is not None
+    network, parts = Network(cluster), peak_parts(simulation)
+    risks = [lane.memory.risk if lane.memory else 0.0 for lane in plan.prediction.lanes]
+    result = dict(limits)
+    for index, lane in enumerate(plan.prediction.lanes):
+        if risks[index] <= risk and risks[index] < max(risks):
+            continue
+        for kind in {network.kinds[device].name for device in plan.lane_group(index).devices} & {*corrections}:
+            estimate = corrections[kind].estimate(parts[index])
+            upper = estimate.expected_bytes * (1.0 + corrections[kind].quantile(risk) * estimate.distance)
+            share = min(cluster.kinds[kind].memory_bytes / upper, 1.0 - 1e-6)
+            result[kind] = min(result[kind], lane.peak_bytes * share)
+    return result
+
+
+def _limited(cluster: Cluster, limits: Mapping[str, float]) -> Cluster:
+    kinds = {name: replace(kind, memory_bytes=int(limits[name])) for name, kind in cluster.kinds.items()}
+    return replace(cluster, kinds=kinds)
+
+
+def _as_planned_for(plan: Plan, cluster: Cluster, limits: Mapping[str, float]) -> Plan:
+    """The plan as one for the cluster itself, with its own limits."""
+    assert plan.prediction is not None
+    own = {float(int(limits[name])): float(kind.memory_bytes) for name, kind in cluster.kinds.items()}
+    lanes = tuple(replace(lane, limit_bytes=own[lane.limit_bytes]) for lane in plan.prediction.lanes)
+    others = tuple(replace(one, limit_bytes=own.get(one.limit_bytes, one.limit_bytes)) for one in plan.alternatives)
+    return replace(
+        plan,
+        prediction=replace(plan.prediction, lanes=lanes),
+        alternatives=others,
+        hashes=replace(plan.hashes, cluster=digest(cluster)),
+    )
+
+
+def _note(correction: MemoryCorrection) -> str:
+    smallest, largest = correction.range_bytes
+    return (
+        f"memory on {correction.kind}: corrected by {correction.configurations} measured plans of up to "
+        f"{correction.most_devices} devices ({format_bytes(smallest)} to {format_bytes(largest)}); "
+        f"spread of its errors {correction.spread:.1%}"
+    )

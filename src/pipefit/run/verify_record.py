@@ -1,0 +1,80 @@
+"""What `pipefit verify` measured as facts that a memory correction is learned from (`cost/memory_correction.py`)."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+
+from pipefit.cluster.types import Cluster
+from pipefit.codec import digest
+from pipefit.cost.memory_correction import MemoryRun
+from pipefit.cost.network import Network
+from pipefit.errors import RunError
+from pipefit.model.graph import Model
+from pipefit.plan.predict import simulate_plan
+from pipefit.plan.risk import peak_parts
+from pipefit.plan.types import Plan
+from pipefit.run.verify import RankMemory
+
+
+def memory_runs(
+    plan: Plan,
+    model: Model,
+    cluster: Cluster,
+    found: Sequence[RankMemory],
+    device: str,
+    environment: Mapping[str, str],
+) -> list[MemoryRun]:
+    """One for every rank that was measured on `device` (`cpu` or `cuda`) of a machine with this fingerprint. Raises
+    RunError where the plan is for other devices: memory on a CPU says nothing about a GPU."""
+    network = Network(cluster)
+    parts = peak_parts(simulate_plan(plan, model, cluster))
+    when = datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
+    runs = []
+    for one in found:
+        kind = network.kinds[one.device].name
+        check_kind(kind, device, environment.get("device", ""))
+        if one.measured is not None:
+            runs.append(
+                MemoryRun(
+                    configuration=configuration(plan),
+                    kind=kind,
+                    devices=len(plan.devices),
+                    rank=one.rank,
+                    parts=parts[one.lane],
+                    measured_bytes=float(one.measured.peak),
+                    when=when,
+                    environment=environment,
+                )
+            )
+    return runs
+
+
+def configuration(plan: Plan) -> str:
+    """The same for plans that run the same: whatever was predicted of them, and whatever they are called."""
+    return digest(
+        {
+            "job": plan.job,
+            "model": plan.model.config,
+            "groups": plan.groups,
+            "stages": plan.stages,
+            "parameters": plan.parameters,
+            "order": plan.order,
+        }
+    )
+
+
+def check_kind(kind: str, device: str, name: str) -> None:
+    """Raises RunError where a kind of device is not the one that was measured on (`name`: of the GPU)."""
+    words = kind.lower().split("-")
+    if device == "cpu" and words[0] == "cpu":
+        return
+    if device == "cuda" and words[0] != "cpu" and all(word in name.lower() for word in words if not word.isdigit()):
+        return
+    raise RunError(
+        "What was measured here cannot be recorded for the plan's devices.",
+        where="--record",
+        seen="a CPU" if device == "cpu" else f"a GPU, {name or 'of an unknown name'}",
+        allowed=f"a device of kind {kind}",
+        next_step="run `pipefit verify` on such a device, or leave --record out",
+    )

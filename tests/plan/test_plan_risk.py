@@ -1,0 +1,144 @@
+"""Planning under a memory correction: what fits by it is found and what does not is refused, on made-up facts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_toys import toy_model
+
+from pipefit.cli import main
+from pipefit.cluster import Cluster, parse_spec, save
+from pipefit.codec import digest, dump_text
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.memory_correction import PARTS, MemoryRun
+from pipefit.cost.memory_file import MemoryFacts, facts_of
+from pipefit.errors import ClusterError, DoesNotFitError, PlanError
+from pipefit.plan.explain import explain_text
+from pipefit.plan.make import make_plan
+from pipefit.plan.predict import simulate_plan
+from pipefit.plan.risk import make_plan_at_risk, peak_parts, reach_bytes
+from pipefit.plan.types import Job, Plan
+
+JOB = Job(batch=8, sequence=64, precision="float32")
+KIND = "H100"
+
+
+@lru_cache
+def facts(factor: float = 1.0, noise: float = 0.01, kind: str = KIND) -> MemoryFacts:
+    """Devices that take `factor` of what the model says, without its workspace, give or take `noise`."""
+    random = np.random.default_rng(7)
+    runs = []
+    for plan in range(20):
+        unit = float(10 ** random.uniform(3, 6))
+        parts = {name: unit * float(10 ** random.uniform(-1.5, 1)) for name in PARTS} | {
+            "workspace": float(WORKSPACE_BYTES)
+        }
+        measured = factor * (sum(parts.values()) - WORKSPACE_BYTES) * float(np.exp(random.normal(0, noise)))
+        runs.append(
+            MemoryRun(configuration=str(plan), kind=kind, devices=4, rank=0, parts=parts, measured_bytes=measured)
+        )
+    return facts_of(runs)
+
+
+def cluster(memory_bytes: float) -> Cluster:
+    made = parse_spec(f"4x{KIND}")
+    return replace(made, kinds={KIND: replace(made.kinds[KIND], memory_bytes=int(memory_bytes))})
+
+
+def need(plan: Plan, memory_bytes: float, factor: float) -> float:
+    """What the fullest lane really takes of its limit."""
+    parts = peak_parts(simulate_plan(plan, toy_model(), cluster(memory_bytes)))
+    return max(factor * (sum(each.values()) - WORKSPACE_BYTES) for each in parts) / memory_bytes
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
+def test_what_fits_is_found_and_what_does_not_is_refused(factor: float) -> None:
+    """At every limit from ample to hopeless: the plan fits in truth, and is refused only where the best is near it."""
+    best = make_plan(toy_model(), cluster(1e12), JOB)
+    whole = need(best, 1.0, factor)
+    fitting = 0
+    for share in (1.2, 0.5, 0.1, 0.05):
+        limit = share * whole
+        try:
+            plan = make_plan_at_risk(toy_model(), cluster(limit), JOB, facts(factor))
+        except DoesNotFitError:
+            continue
+        fitting += 1
+        assert need(plan, limit, factor) <= 1.0
+        assert plan.prediction is not None and plan.prediction.risk is not None and plan.prediction.risk <= 0.05
+        assert plan.hashes.cluster == digest(cluster(limit))
+        assert {lane.limit_bytes for lane in plan.prediction.lanes} == {float(int(limit))}, "its own, not the search's"
+    assert 2 <= fitting < 4
+
+
+def test_a_lower_risk_asks_for_more_room() -> None:
+    """Just above what the fastest plan is expected to take: enough for who allows 40 %, not for who allows 1 %."""
+    best = make_plan(toy_model(), cluster(1e12), JOB)
+    limit = need(best, 1.0, 1.0) * 1.01
+    eager, careful = (
+        make_plan_at_risk(toy_model(), cluster(limit), JOB, facts(noise=0.02), one) for one in (0.4, 0.01)
+    )
+    assert eager.prediction is not None and eager.prediction.risk is not None
+    assert careful.prediction is not None and careful.prediction.risk is not None
+    assert 0.01 < eager.prediction.risk <= 0.4 and careful.prediction.risk <= 0.01
+    assert careful.prediction.step_s > eager.prediction.step_s
+
+
+def test_no_mix_of_parts_reaches_beyond_the_first_limit() -> None:
+    correction = facts(1.3).corrections[KIND]
+    limit, random = 1e9, np.random.default_rng(1)
+    reach = reach_bytes(correction, limit, 0.05)
+    for _ in range(100):
+        sizes = random.dirichlet(np.ones(6)) * (reach * 1.001 - WORKSPACE_BYTES)
+        parts = dict(zip(PARTS, [*sizes.tolist(), float(WORKSPACE_BYTES)], strict=True))
+        assert correction.estimate(parts).risk(limit) > 0.05
+
+
+def test_it_is_printed() -> None:
+    plan = make_plan_at_risk(toy_model(), cluster(1e12), JOB, facts())
+    text = explain_text(plan)
+    assert "probability that it does not fit: under 0.1%" in text
+    assert "corrected" in text and "at most" in text
+    assert f"memory on {KIND}: corrected by 20 measured plans of up to 4 devices" in text
+    assert "probability" not in explain_text(make_plan(toy_model(), cluster(1e12), JOB))
+
+
+def test_mistakes() -> None:
+    for risk in (0.0, 0.5, float("nan")):
+        with pytest.raises(PlanError, match="cannot be asked for this risk"):
+            make_plan_at_risk(toy_model(), cluster(1e12), JOB, facts(), risk)
+    with pytest.raises(ClusterError, match="knows nothing of the cluster's devices") as error:
+        make_plan_at_risk(toy_model(), cluster(1e12), JOB, facts(kind="A100-80"))
+    assert "A100-80" in str(error.value) and KIND in str(error.value)
+
+
+def test_the_command(tmp_path: Path, capsys, monkeypatch) -> None:
+    model, machines, memory = tmp_path / "model.json", tmp_path / "cluster.json", tmp_path / "memory.json"
+    model.write_text(dump_text(toy_model()))
+    save(cluster(1e12), machines)
+    memory.write_text(dump_text(facts()))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        fixed = ["plan", "--model", str(model), "--cluster", str(machines), "--batch", "8", "--seq", "64"]
+        monkeypatch.setattr(sys, "argv", ["pipefit", *fixed, *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    code, out, _ = run("--memory", str(memory), "--risk", "0.1")
+    assert code == 0 and "probability that it does not fit" in out
+    code, _, err = run("--risk", "0.1")
+    assert code == 2 and "nobody knows the probability" in err and "--record FILE" in err
+    code, _, err = run("--memory", str(tmp_path / "none.json"))
+    assert code == 2 and "The file cannot be read." in err
+    code, _, err = run("--memory", str(memory), "--risk", "2")
+    assert code == 2 and "above 0 and below 0.5" in err
