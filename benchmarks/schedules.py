@@ -9,6 +9,8 @@ true ones; where a lane then exceeds the limit it is asked for less, one unit at
     python benchmarks/schedules.py --json benchmarks/results/schedules.json    about half an hour
     python benchmarks/schedules.py --quick                                     small problems, under a minute
     python benchmarks/schedules.py --only random                               one part anew; repeat for more
+    python benchmarks/schedules.py --keep-adaptive --json PATH                 only `fit` anew, the slow adaptive search,
+                                                                               which it does not touch, from PATH
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ UNBOUNDED = 10**9
 """Moves: the clock ends the search."""
 SOLVER = importlib.util.find_spec("ortools") is not None
 Record = dict[str, Any]
+KEPT: dict[str, Record] = {}
+"""Case name -> row of the adaptive search that is not measured again."""
 
 
 def main() -> int:
@@ -48,16 +52,24 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small problems and little time")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="only this part; repeatable")
     parser.add_argument("--json", metavar="PATH", help="write the result there")
+    parser.add_argument(
+        "--keep-adaptive", action="store_true", help="take the rows of the adaptive search from the result in PATH"
+    )
     arguments = parser.parse_args()
     if not SOLVER:
         print("ortools is not installed: the rows of the exact solver are left out (pip install 'pipefit[exact]')")
     warm_up()
-    result = begun(arguments.json) if arguments.only else {}
+    earlier = begun(arguments.json)
+    if arguments.keep_adaptive:
+        KEPT.update(adaptive_rows(earlier))
+    result = earlier if arguments.only else {}
     parts = result.get("provenance", {}).get("parts", {})
     result |= {"provenance": provenance() | {"parts": parts}, "solver": SOLVER, "quick": arguments.quick}
     for name in arguments.only or PARTS:
         print(f"\n== {name}", flush=True)
         origin = provenance()
+        if arguments.keep_adaptive:
+            origin["adaptive_search_of"] = adaptive_origin(parts.get(name, {}))
         result[name] = PARTS[name](arguments.quick)
         result["provenance"]["parts"][name] = origin
         write_result(arguments.json, result)
@@ -71,6 +83,22 @@ def begun(path: str | None) -> Record:
     with open(path, encoding="utf-8") as file:
         result: Record = json.load(file)
     return result
+
+
+def adaptive_rows(result: Record) -> dict[str, Record]:
+    """Case name -> row of the adaptive search, which is the same on every machine but for its clocks."""
+    records = [record for part in PARTS for record in result.get(part, []) if part not in ("random", "published")]
+    found = {
+        record["name"]: row for record in records for row in record["methods"] if row["method"] == "adaptive search"
+    }
+    return found | {one["name"]: one["adaptive"] for one in result.get("random", {}).get("instances", [])}
+
+
+def adaptive_origin(part: Record) -> Record | None:
+    """Where the kept rows of a part were measured."""
+    own = {key: part.get(key) for key in ("commit", "date")}
+    kept: Record | None = part.get("adaptive_search_of", own if part else None)
+    return kept
 
 
 def warm_up() -> None:
@@ -173,6 +201,8 @@ def fitted(case: Case, seconds: float | None, solver_s: float = 0.0, moves: int 
 
 def adaptive(case: Case) -> Record:
     """The published search, on mean times, replayed on the true ones."""
+    if case.name in KEPT:
+        return KEPT[case.name]
     wall, cpu = time.perf_counter(), time.process_time()
     row: Record = {"method": "adaptive search", "nothing": "no block fits"}
     for cap in range(min(2 * case.devices, int(case.limit)), 0, -1):

@@ -29,7 +29,7 @@ MOVES = 100_000
 """Moves of the local search that are tried by default."""
 REPAIRS = 8
 """Times that limits are tightened because of buffers before giving up."""
-AFTERWARDS = 1.3
+AFTERWARDS = 2.0
 """Of the time for the search, so many times what merging and the simulator took once are kept for the end."""
 PIECES = 12
 LEAST_PIECE = 500
