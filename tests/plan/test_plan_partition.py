@@ -65,6 +65,7 @@ def test_the_memory_test_is_exact(problem: tuple[list[list[int]], list[list[int]
             static_bytes=np.array(row, dtype=float),
             passing_bytes=0.0,
             limit_bytes=float(limit),
+            layers=(),
         )
         for row, limit in zip(memory, limits, strict=True)
     ]

@@ -48,7 +48,7 @@ class Queue:
         self._bound_s = spread(floors.bound_s(panel, floor), panel)
         self._guess_s: dict[str, Array] = {}
         keys = self._bound_s
-        if not facts_of(panel.names[0]).fused:
+        if not facts_of(panel.names[0]).fused or not floor.alike:
             self._guess_s = {name: spread(floors.guess_s(panel, floor, name), panel) for name in panel.names}
             keys = np.maximum(keys, np.minimum.reduce([*self._guess_s.values()]))
         self._sort(np.arange(len(keys)), keys)

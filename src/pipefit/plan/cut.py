@@ -21,6 +21,7 @@ from pipefit.plan.balance import balanced, lane_times
 from pipefit.plan.bounds import flights
 from pipefit.plan.decisions import Decisions, Sharding
 from pipefit.plan.fleet import Fleet, Pair
+from pipefit.plan.mixed import Kinds
 from pipefit.plan.partition import partition
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_groups
@@ -194,21 +195,60 @@ class Cutter:
         return float(self._statics(job, share, sharding, shards).sum())
 
     def row_time(self, job: Job, recompute: Recompute) -> Callable[[int, int], float]:
-        """(kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such device."""
+        """(kind, rows) -> seconds of all layers of a microbatch, forward and backward, on one such device: exact for
+        powers of two, straight lines between them. For dividing rows, which the simulator judges."""
         known: dict[tuple[int, int], float] = {}
 
-        def time_s(kind: int, rows: int) -> float:
+        def exact_s(kind: int, rows: int) -> float:
             if (kind, rows) not in known:
                 row = self.row(job, frozenset({(self.fleet.names[kind], rows)}), recompute, 1.0)
                 known[kind, rows] = float(row.forward_s.sum() + row.backward_s.sum())
             return known[kind, rows]
 
+        def time_s(kind: int, rows: int) -> float:
+            low = 1 << (rows.bit_length() - 1)
+            if low == rows:
+                return exact_s(kind, rows)
+            part = (rows - low) / low
+            return exact_s(kind, low) * (1 - part) + exact_s(kind, 2 * low) * part
+
         return time_s
 
-    def by_speed(self, job: Job) -> list[int]:
-        """The kinds, the fastest first."""
-        time_s = self.row_time(job, "none")
-        return sorted(range(len(self.fleet.names)), key=lambda kind: time_s(kind, 1))
+    def near(self, job: Job, pairs: frozenset[Pair], recompute: Recompute) -> LayerRow:
+        """Like `row`, from the numbers of rows that are powers of two: no layer takes longer than in `row`, if time
+        rises with the rows and time per row does not. For bounds of the many ways to divide rows."""
+        each = []
+        for name, rows in pairs:
+            low = 1 << (rows.bit_length() - 1)
+            lower = self.row(job, frozenset({(name, low)}), recompute, 1.0)
+            if low < rows:
+                upper, part = self.row(job, frozenset({(name, 2 * low)}), recompute, 1.0), rows / (2 * low)
+                lower = replace(
+                    lower,
+                    forward_s=np.maximum(lower.forward_s, part * upper.forward_s),
+                    backward_s=np.maximum(lower.backward_s, part * upper.backward_s),
+                    saved_bytes=np.maximum(lower.saved_bytes, part * upper.saved_bytes),
+                )
+            each.append(lower)
+        if len(each) == 1:
+            return each[0]
+        return replace(
+            each[0],
+            forward_s=np.maximum.reduce([row.forward_s for row in each]),
+            backward_s=np.maximum.reduce([row.backward_s for row in each]),
+            saved_bytes=np.maximum.reduce([row.saved_bytes for row in each]),
+            limit_bytes=min(row.limit_bytes for row in each),
+        )
+
+    def kinds(self, job: Job, shards: int) -> Kinds:
+        """How the kinds of devices compare; places are `shards` devices each."""
+        time_s, every = self.row_time(job, "none"), range(len(self.fleet.names))
+        memory = [self.network.kinds[devices[0]].memory_bytes for devices in self.fleet.devices]
+        return Kinds(
+            counts=tuple(len(devices) // shards for devices in self.fleet.devices),
+            fastest=tuple(sorted(every, key=lambda kind: time_s(kind, 1))),
+            largest=tuple(sorted(every, key=lambda kind: (-memory[kind], time_s(kind, 1)))),
+        )
 
     def _sharded(self, job: Job, decisions: Decisions, stage: int, group: Group, share: float) -> LayerRow:
         """The row of one stage whose devices run one program together."""

@@ -6,7 +6,8 @@ where only a stage count is given).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipefit.errors import PlanError
@@ -78,6 +79,14 @@ class Decisions:
             tuple((replica * lanes + lane) * shards + shard for replica in range(replicas) for shard in range(shards))
             for lane in range(lanes)
         )
+
+    def on(self, devices: tuple[int, ...], inner: Inner) -> Decisions:
+        """These choices on other devices, laid out by `inner`; equal where the devices are the same."""
+        for order in ("replica", "stage"):
+            own = replace(self, devices=(), inner=order)
+            if devices == tuple(itertools.chain.from_iterable(own.lane_devices())):
+                return own
+        return replace(self, devices=devices, inner=inner if not devices else "replica")
 
     def words(self, cuts: tuple[int, ...]) -> dict[str, str]:
         """The choices as a plan file and `--fix` write them."""

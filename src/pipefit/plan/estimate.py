@@ -1,4 +1,4 @@
-"""What a schedule with split backwards likely takes on even stages, within its memory: in which order to look at them.
+"""What a schedule likely takes on even stages, within its memory: in which order to look at them.
 
 Their bounds are far below what they reach, so the search would go through thousands of candidates that do not fit or
 idle a lot before it meets a good one. The estimates here guide it; they decide nothing.
@@ -37,6 +37,8 @@ def idle_s(schedule: str, lanes: int, held: Array, f: Array, i: Array, w: Array)
     """A guess at what the busiest lane idles: for a V by the stage-microbatches `held` on the fullest lane."""
     if schedule in IDLE:
         return IDLE[schedule](lanes, f, i, w)
+    if facts_of(schedule).fused:
+        return (lanes - 1) * (f + i + w)
     return np.maximum(0, 6 * lanes - 3 * held - 1) * (f + i + w) / 3
 
 

@@ -50,6 +50,9 @@ with so many, the moves that planning has time for gain next to nothing."""
 MOVES, WORK = (2_000, 20_000), 15_000_000
 """Moves of one fit: WORK over the actions, within these limits. The time of a move grows with the actions."""
 
+LOOK, NEAR = 10, 0.01
+"""Every layout of the short list gets a tenth of the moves first; the rest only those within 1 % of the best."""
+
 TIGHTER = 4
 """How often an order is fitted again because lowering took memory that it did not count."""
 
@@ -70,7 +73,8 @@ def best_plans(
         return found
     fitted: list[Evaluated] = []
     before = [one.decisions for one in first.fitting[:1] if one not in found.fitting]
-    for tables in _short_list(bench, job, pins, found, layouts, before):
+    listed = _short_list(bench, job, pins, found, layouts, before)
+    for tables in _promising(bench, listed):
         best_s = min((one.step_s for one in (*found.fitting[:1], *fitted)), default=float("inf"))
         one = fit_layout(bench, tables)
         if one is not None and (pinned or one.step_s < best_s * (1 - TIE)):
@@ -78,6 +82,21 @@ def best_plans(
     others = [_renamed(one) for one in found.fitting] if pinned else found.fitting
     fitting = _distinct(sorted((*others, *fitted), key=lambda one: one.rank))
     return replace(found, fitting=tuple(fitting), fitted=len(fitted))
+
+
+def _promising(bench: Workbench, listed: Sequence[list[Choice]]) -> Sequence[list[Choice]]:
+    """Of a short list those that are worth all the moves: by what a few moves reach, the best one, and those that
+    come within NEAR of it."""
+    if len(listed) < 2:
+        return listed
+    looks: list[tuple[float, list[Choice]]] = []
+    for tables in listed:
+        best_s = min((step_s for step_s, _ in looks), default=float("inf"))
+        if tables[0].bound_s < best_s:
+            one = fit_layout(bench, tables, moves=moves_for(_actions(tables[0].parts)) // LOOK)
+            looks.append((one.step_s if one is not None else float("inf"), tables))
+    best_s = min(step_s for step_s, _ in looks)
+    return [tables for step_s, tables in looks if step_s <= best_s * (1 + NEAR)]
 
 
 def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int) -> Found:

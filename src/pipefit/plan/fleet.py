@@ -65,6 +65,13 @@ class Fleet:
         known = {runs: pairs_of(runs, rows) for runs in {*every}}
         return tuple(known[runs] for runs in every)
 
+    def pattern(self, decisions: Decisions) -> Pattern:
+        """The kinds of a candidate's devices; of a shard group the first one's."""
+        devices = np.array(decisions.lane_devices())[:, :: len(decisions.shards)]
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        lines = (tuple(line) for line in self.kind[devices].tolist())
+        return tuple(known.setdefault(line, line) for line in lines)
+
     def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int) -> list[Runs]:
         """The kinds of every lane's replicas, as `Decisions.lane_devices` lays the devices out; one shard each."""
         count = lanes * replicas

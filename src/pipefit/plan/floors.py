@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import Array
+from pipefit.cost.work import Recompute
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.cut import Cutter, LayerRow
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.estimate import OVER, WEIGHT_SHARE, idle_s, most_held
-from pipefit.plan.fleet import pairs_of
+from pipefit.plan.fleet import Pair, Runs, pairs_of
 from pipefit.plan.panel import Panel
 from pipefit.plan.types import Job
 
@@ -60,10 +61,17 @@ class PanelFloor:
     saved_bytes: Array
     static_bytes: Array
     "[microbatches, 1, ZeRO-1]: of all layers."
-    limit_bytes: float
-    "Mean over the lanes."
-    alike: bool
-    "Whether all lanes are of one class."
+    rates: Array
+    "[class, microbatches, recomputation]: 1 / seconds of all layers on such a lane."
+    limit_bytes: Array
+    "[class]."
+    lanes: Array
+    "[class]: how many lanes there are."
+
+    @property
+    def alike(self) -> bool:
+        """Whether all lanes are of one class."""
+        return len(self.lanes) == 1
 
 
 class Floors:
@@ -75,6 +83,7 @@ class Floors:
         self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
         self._stacks: dict[object, list[list[Floor]]] = {}
         self._statics: dict[float, float] = {}
+        self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
 
     def panel(self, panel: Panel) -> PanelFloor:
         """The floor of all its candidates."""
@@ -87,14 +96,19 @@ class Floors:
         key = (panel.recompute, tuple(counted), counts, panel.replicas, panel.counts if not even else None)
         if key not in self._stacks:
             self._stacks[key] = [
-                [
-                    self._floor([(self.cutter.row(self.job, pairs_of(runs, rows), way[0], 1.0),) for runs in counted])
-                    for way in panel.recompute
-                ]
+                [self._floor([(self._row(runs, rows, way[0], even),) for runs in counted]) for way in panel.recompute]
                 for rows in (self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts)
             ]
         floors = self._stacks[key]
         return self._stacked(panel, floors, lanes)
+
+    def _row(self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool) -> LayerRow:
+        if even:
+            return self.cutter.row(self.job, pairs_of(runs, rows), recompute, 1.0)
+        key = (pairs_of(runs, rows), recompute)
+        if key not in self._near:
+            self._near[key] = self.cutter.near(self.job, *key)
+        return self._near[key]
 
     def bound_s(self, panel: Panel, floor: PanelFloor) -> Array:
         """A lower bound of every candidate's step, whatever its cut: [microbatches, recomputation].
@@ -122,10 +136,10 @@ class Floors:
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / panel.turns
         f, i = floor.lane_forward_s / panel.turns, floor.lane_backward_s / panel.turns - w
         held = np.array([most_held(name, panel.lanes, panel.placement, each) for each in counts], dtype=float)[:, None]
-        step_s = count * floor.lane_s + idle_s(name, panel.lanes, held, f, i, w)
-        kept = (held * floor.saved_bytes / len(panel.placement))[:, :, None]
-        lack = np.maximum(0.0, (floor.static_bytes / panel.lanes + kept) / floor.limit_bytes - 1.0)
-        guess: Array = step_s[:, :, None] * (1 + OVER * lack)
+        kept = (held * floor.saved_bytes / panel.turns)[:, :, None]
+        filled_s, lack = _filled(floor, floor.static_bytes + kept)
+        step_s = count[:, :, None] * filled_s + idle_s(name, panel.lanes, held, f, i, w)[:, :, None]
+        guess: Array = step_s * (1 + OVER * lack)
         return guess
 
     def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
@@ -191,11 +205,30 @@ class Floors:
             lane_backward_s=backward,
             saved_bytes=np.array([floor.saved_bytes for floor in flat]).reshape(shape),
             static_bytes=np.array(static),
-            limit_bytes=float(flat[0].limit_bytes @ lanes / lanes.sum()),
-            alike=len(lanes) == 1,
+            rates=np.stack([floor.rates[0] for floor in flat], axis=1).reshape(len(lanes), *shape),
+            limit_bytes=flat[0].limit_bytes,
+            lanes=lanes,
         )
 
     def _static(self, share: float, panel: Panel) -> float:
         if share not in self._statics:
             self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
         return self._statics[share]
+
+
+def _filled(floor: PanelFloor, whole_bytes: Array) -> tuple[Array, Array]:
+    """(seconds of the busiest lane, what the memory lacks as a part of itself), where `whole_bytes` is what all layers
+    need: every lane takes layers by its speed, up to its memory, and the others take what is left over."""
+    lanes = floor.lanes[:, None, None, None]
+    rates = floor.rates[:, :, :, None]
+    most = np.broadcast_to(floor.limit_bytes[:, None, None, None] / whole_bytes, (len(lanes), *whole_bytes.shape))
+    lack = np.maximum(0.0, 1.0 / (lanes * most).sum(axis=0) - 1.0)
+    most = most * (1.0 + lack) * (1.0 + 1e-9)
+    full = np.zeros(most.shape, dtype=bool)
+    time_s = floor.lane_s[:, :, None] + np.zeros(whole_bytes.shape)
+    for _ in range(len(lanes) - 1):
+        full |= rates * time_s > most
+        left = 1.0 - (lanes * most * full).sum(axis=0)
+        speed = (lanes * rates * ~full).sum(axis=0)
+        time_s = np.where(speed > 0, np.maximum(time_s, left / np.where(speed > 0, speed, 1.0)), time_s)
+    return time_s, lack

@@ -11,6 +11,7 @@ from pipefit.cost.roofline import LayerCosts
 from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
 from pipefit.plan.fitting import FIT, best_plans
+from pipefit.plan.left_out import left_out
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement_plan import place_found
@@ -64,12 +65,17 @@ def make_plan(
         proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"
     counted = f"search: {found.considered} candidates, {found.simulated} simulated, {found.unfit} did not fit; {proof}"
     if placing.note:
-        counted += "; all of it in hostname order"
+        counted += "; all of it in hostname order" if not bench.cutter.fleet.mixed else "; before devices were placed"
     counted += _gain(found, pins)
     prediction = replace(
         plan.prediction,
         binds=binds,
-        assumptions=(*plan.prediction.assumptions, *filter(None, [placing.note]), counted),
+        assumptions=(
+            *plan.prediction.assumptions,
+            *left_out(bench, job, found),
+            *filter(None, [placing.note]),
+            counted,
+        ),
         sensitivity=sensitivity(bench, job, pins, best),
         trade=curve.points,
     )

@@ -4,22 +4,23 @@ rows.
 Two patterns are made for every grid: kinds by lane (uneven layers make up for their speeds) and kinds by replica
 (uneven rows do). Any kind may be left out, and only some of its devices may be taken. On few devices every pattern is
 tried; on many, of each grid those that take the fastest devices first, those with the most memory first, and those that
-take all kinds in proportion, in every order of up to three kinds.
+take all kinds in proportion. What is best so far is then rearranged step by step (`rearranged`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import comb, gcd
 
-FEW = 64
+FEW = 16
 """Patterns of one grid up to which all of them are tried."""
 
-SPLITS = 16
+SPLITS = 8
 """Ways to divide a microbatch's rows over the replicas up to which all of them are tried."""
 
-FRACTIONS = 6
+FRACTIONS = 4
 """Kinds by replica on many devices: as many replicas as there are devices for, and a half of that, so often."""
 
 Pattern = tuple[tuple[int, ...], ...]
@@ -29,79 +30,102 @@ Time = Callable[[int, int], float]
 """(kind, rows) -> seconds that one such device takes for all layers of a microbatch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What patterns need to know of the kinds of a cluster."""
+
+    counts: tuple[int, ...]
+    "[kind]: places that its devices can fill."
+    fastest: tuple[int, ...]
+    "The kinds, the fastest first."
+    largest: tuple[int, ...]
+    "The kinds, the one with the most memory first, of equal ones the fastest: first lanes hold the most."
+
+
 def patterns(
-    lanes: int,
-    replicas: int,
-    counts: Sequence[int],
-    speed: Sequence[int],
-    by_lane: bool = True,
-    by_replica: bool = True,
+    lanes: int, replicas: int, kinds: Kinds, by_lane: bool = True, by_replica: bool = True
 ) -> Iterator[Pattern]:
-    """Patterns for a grid, each once. `counts` are the places that the devices of every kind can fill, `speed` the
-    kinds, the fastest first. Where there are more than FEW, those by lane or by replica, or both."""
-    kinds = range(len(counts))
-    if len(counts) ** (lanes * replicas) <= FEW:
-        for cells in itertools.product(kinds, repeat=lanes * replicas):
+    """Patterns for a grid, each once; where there are more than FEW, those by lane or by replica, or both."""
+    every = range(len(kinds.counts))
+    if len(kinds.counts) ** (lanes * replicas) <= FEW:
+        for cells in itertools.product(every, repeat=lanes * replicas):
             columns = [cells[replica * lanes : (replica + 1) * lanes] for replica in range(replicas)]
-            if columns == sorted(columns) and all(cells.count(kind) <= counts[kind] for kind in kinds):
+            if columns == sorted(columns) and all(cells.count(kind) <= kinds.counts[kind] for kind in every):
                 yield tuple(zip(*columns, strict=True))
         return
     if by_lane:
-        for line in _lines(lanes, [count // replicas for count in counts], speed):
-            yield _by_lane(line, replicas)
+        for line in _lines(lanes, replicas, kinds):
+            yield by_lanes(line, replicas)
     if by_replica:
-        for line in _lines(replicas, [count // lanes for count in counts], speed, ordered=False):
+        for line in _lines(replicas, lanes, kinds):
             if len({*line}) > 1:
                 yield (line,) * lanes
 
 
-def _by_lane(line: Sequence[int], replicas: int) -> Pattern:
+def by_lanes(line: Sequence[int], replicas: int) -> Pattern:
+    """The pattern whose lanes are of these kinds."""
     alike = {kind: (kind,) * replicas for kind in {*line}}
     return tuple(alike[kind] for kind in line)
 
 
-def _lines(places: int, caps: Sequence[int], speed: Sequence[int], ordered: bool = True) -> Iterator[tuple[int, ...]]:
-    """Kinds of so many places in a row, each line once; without `ordered` one order of every mix."""
-    kinds = range(len(caps))
-    if ordered and len(caps) ** places <= FEW:
-        for line in itertools.product(kinds, repeat=places):
-            if all(line.count(kind) <= caps[kind] for kind in kinds):
-                yield line
-        return
-    for mix in dict.fromkeys(_mixes(places, caps, speed)):
-        used = [kind for kind in speed if mix[kind]]
-        orders: Sequence[Sequence[int]] = [used]
-        if ordered:
-            orders = list(itertools.permutations(used)) if len(used) <= 3 else [used, used[::-1]]
-        for order in orders:
-            yield tuple(kind for kind in order for _ in range(mix[kind]))
+def _lines(places: int, size: int, kinds: Kinds) -> Iterator[tuple[int, ...]]:
+    """Kinds of so many places in a row, each of `size` devices; one order of every mix."""
+    caps = [count // size for count in kinds.counts]
+    for mix in dict.fromkeys(_mixes(places, caps, kinds)):
+        yield tuple(kind for kind in kinds.largest for _ in range(mix[kind]))
 
 
-def _mixes(places: int, caps: Sequence[int], speed: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _mixes(places: int, caps: Sequence[int], kinds: Kinds) -> Iterator[tuple[int, ...]]:
     """How many places every kind fills."""
-    ways = 1
-    for cap in caps:
-        ways *= min(cap, places) + 1
-    if ways <= FEW:
-        for mix in itertools.product(*(range(min(cap, places) + 1) for cap in caps)):
-            if sum(mix) == places:
-                yield mix
-        return
-    orders = list(itertools.permutations(speed)) if len(speed) <= 3 else [speed, speed[::-1]]
-    for order in (*orders, *([kind] for kind in speed)):
+    for order in (kinds.fastest, kinds.largest, *([kind] for kind in kinds.fastest)):
         left, taken = places, [0] * len(caps)
         for kind in order:
             taken[kind] = min(caps[kind], left)
             left -= taken[kind]
         if not left:
             yield tuple(taken)
-    for size in range(2, len(speed) + 1):
-        for chosen in itertools.combinations(speed, size):
-            whole = sum(caps[kind] for kind in chosen)
-            if whole >= places:
+    for size in range(2, len(caps) + 1):
+        for chosen in itertools.combinations(kinds.fastest, size):
+            if sum(caps[kind] for kind in chosen) >= places:
                 parts = divided([caps[kind] for kind in chosen], places)
                 filled = dict(zip(chosen, parts, strict=True))
                 yield tuple(filled.get(kind, 0) for kind in range(len(caps)))
+
+
+def rearranged(pattern: Pattern, counts: Sequence[int]) -> Iterator[Pattern]:
+    """Patterns one step away: two lanes, or two replicas, of different kinds change places, or one becomes another
+    kind, or all of a kind move to the front or the back. `counts` are the places that every kind can fill."""
+    lines = [(tuple(line[0] for line in pattern), len(pattern[0]), True)] if _by_lane(pattern) else []
+    if all(line == pattern[0] for line in pattern):
+        lines.append((pattern[0], len(pattern), False))
+    for line, size, is_lane in lines:
+        for other in dict.fromkeys(_stepped(line, [count // size for count in counts], is_lane)):
+            if other != line:
+                yield by_lanes(other, size) if is_lane else (other,) * size
+
+
+def _by_lane(pattern: Pattern) -> bool:
+    return all(len({*line}) == 1 for line in pattern)
+
+
+def _stepped(line: tuple[int, ...], caps: Sequence[int], ordered: bool) -> Iterator[tuple[int, ...]]:
+    blocks = [(kind, len([*run])) for kind, run in itertools.groupby(line)]
+    if ordered and 1 < len(blocks) <= 4:
+        for order in itertools.permutations(blocks):
+            yield tuple(kind for kind, count in order for _ in range(count))
+    edges = [place for place in range(1, len(line)) if line[place - 1] != line[place]]
+    for place in {0, len(line) - 1, *edges, *(edge - 1 for edge in edges)}:
+        for kind, cap in enumerate(caps):
+            if line.count(kind) < cap and kind != line[place]:
+                yield (*line[:place], kind, *line[place + 1 :])
+    if ordered:
+        for edge in edges:
+            for other in (edge - 2, edge + 1):
+                if 0 <= other < len(line):
+                    place = edge if other < edge else edge - 1
+                    changed = list(line)
+                    changed[place], changed[other] = line[other], line[place]
+                    yield tuple(changed)
 
 
 def divided(weights: Sequence[int], total: int) -> list[int]:

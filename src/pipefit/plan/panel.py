@@ -45,7 +45,7 @@ class Panel:
     cuts: tuple[int, ...] = ()
     slices: tuple[int, ...] = ()
     fleet: Fleet | None = None
-    _devices: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    _devices: dict[str, Decisions] = field(default_factory=dict, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -77,7 +77,7 @@ class Panel:
         """The candidate with this number, with the first of its schedules."""
         which, way, zero1, inner = (int(place) for place in np.unravel_index(index, self.shape))
         microbatches, shares = self.counts[which]
-        return Decisions(
+        chosen = Decisions(
             stages=len(self.placement),
             cuts=self.cuts,
             placement=() if self.placement == tuple(range(self.lanes)) else self.placement,
@@ -90,17 +90,18 @@ class Panel:
             recompute=self.recompute[way],
             zero1=self.zero1[zero1],
             inner=self.inner[inner],
-            devices=self.devices(self.inner[inner]),
         )
-
-    def devices(self, inner: Inner) -> tuple[int, ...]:
-        """The device of every place; () for the devices in their own order."""
         if self.pattern is None:
-            return ()
-        assert self.fleet is not None, "a pattern is one of a fleet's kinds"
-        if inner not in self._devices:
-            self._devices[inner] = laid_out(self.pattern, inner, self.fleet.devices, len(self.shards))
-        return self._devices[inner]
+            return chosen
+        if chosen.inner not in self._devices:
+            self._devices[chosen.inner] = chosen.on(self._laid_out(chosen.inner), chosen.inner)
+        known = self._devices[chosen.inner]
+        return replace(chosen, devices=known.devices, inner=known.inner)
+
+    def _laid_out(self, inner: Inner) -> tuple[int, ...]:
+        """The device of every place."""
+        assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
+        return laid_out(self.pattern, inner, self.fleet.devices, len(self.shards))
 
     def lane_runs(self) -> list[Runs]:
         """The kinds of every lane's replicas. Of devices in their own order a panel has one `inner`."""

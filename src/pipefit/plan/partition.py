@@ -30,46 +30,60 @@ def partition(
     stages, layers = times.shape
     if stages > layers:
         raise ValueError(f"{stages} stages need at least {stages} layers; there are {layers}")
-    time = _run_sums(times)
-    allowed = np.broadcast_to(np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1), time.shape).copy()
-    memory = np.zeros_like(time) if memory_bytes is None else _run_sums(np.asarray(memory_bytes, dtype=np.float64))
-    if limit_bytes is not None:
-        allowed &= memory <= np.asarray(limit_bytes, dtype=np.float64)[:, None, None]
-    slowest = _minimax(time, allowed)[-1][layers]
+    memory = np.zeros_like(times) if memory_bytes is None else np.asarray(memory_bytes, dtype=np.float64)
+    limits = np.full(stages, np.inf) if limit_bytes is None else np.asarray(limit_bytes, dtype=np.float64)
+    ordered = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
+    sums = _Sums()
+    kinds: dict[tuple[int, int, float], int] = {}
+    which = [
+        kinds.setdefault((sums.of(time), sums.of(need), float(limit)), len(kinds))
+        for time, need, limit in zip(times, memory, limits, strict=True)
+    ]
+    time = [np.where(ordered & (sums[m] <= limit), sums[t], np.inf) for t, m, limit in kinds]
+    slowest = _minimax(time, which)[-1][layers]
     if not np.isfinite(slowest):
         return None
-    allowed &= time <= slowest * (1 + 1e-12)
-    table = _minimax(memory, allowed)
-    return _trace(table, memory, allowed)
+    need = [np.where(own <= slowest * (1 + 1e-12), sums[m], np.inf) for own, (_, m, _) in zip(time, kinds, strict=True)]
+    return _trace(_minimax(need, which), need, which)
 
 
-def _run_sums(rows: Array) -> Array:
-    """[stage][i][j]: the sum of row values over layers [i, j). One array for all stages where their rows are one."""
-    if rows.strides[0] == 0:
-        return np.broadcast_to(_run_sums(rows[:1].copy()), (len(rows), rows.shape[1] + 1, rows.shape[1] + 1))
-    prefix = np.concatenate([np.zeros((rows.shape[0], 1)), np.cumsum(rows, axis=1)], axis=1)
-    sums: Array = prefix[:, None, :] - prefix[:, :, None]
-    return sums
+class _Sums:
+    """[i][j]: the sum of a row of values over layers [i, j), for every row once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, int] = {}
+        self._sums: list[Array] = []
+
+    def of(self, row: Array) -> int:
+        """The number of a row."""
+        key = row.tobytes()
+        if key not in self._known:
+            self._known[key] = len(self._sums)
+            prefix = np.concatenate(([0.0], np.cumsum(row)))
+            self._sums.append(prefix[None, :] - prefix[:, None])
+        return self._known[key]
+
+    def __getitem__(self, number: int) -> Array:
+        return self._sums[number]
 
 
-def _minimax(cost: Array, allowed: NDArray[np.bool_]) -> list[Array]:
-    """table[s][j]: the least possible largest cost of stages 0..s that hold layers [0, j)."""
-    best = np.full(cost.shape[1], np.inf)
+def _minimax(cost: Sequence[Array], which: Sequence[int]) -> list[Array]:
+    """table[s][j]: the least possible largest cost of stages 0..s that hold layers [0, j). `cost[which[s]]` is that of
+    stage s for every run, infinite where it is not allowed."""
+    best = np.full(len(cost[0]), np.inf)
     best[0] = -np.inf
     table = []
-    for stage in range(cost.shape[0]):
-        step = np.where(allowed[stage], np.maximum(cost[stage], best[:, None]), np.inf)
-        best = step.min(axis=0)
+    for kind in which:
+        best = np.maximum(cost[kind], best[:, None]).min(axis=0)
         table.append(best)
     return table
 
 
-def _trace(table: list[Array], cost: Array, allowed: NDArray[np.bool_]) -> tuple[int, ...]:
+def _trace(table: list[Array], cost: Sequence[Array], which: Sequence[int]) -> tuple[int, ...]:
     """The earliest boundaries whose largest cost is the optimum."""
     optimum = table[-1][-1]
     bounds = [len(table[0]) - 1]
     for stage in range(len(table) - 1, 0, -1):
-        stop = bounds[-1]
-        fits = allowed[stage, :, stop] & (cost[stage, :, stop] <= optimum) & (table[stage - 1] <= optimum)
+        fits = (cost[which[stage]][:, bounds[-1]] <= optimum) & (table[stage - 1] <= optimum)
         bounds.append(int(np.flatnonzero(fits)[0]))
     return (0, *reversed(bounds))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import le
 from typing import Any
 
@@ -36,7 +37,7 @@ from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
 from pipefit.plan.predict import Simulation, lane_limits
-from pipefit.plan.space import check_space, panels
+from pipefit.plan.space import check_space, panels, rearrangements
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
@@ -64,6 +65,9 @@ STAGE = 1
 LEANER = 3
 """How often the layers of a candidate are cut again because the simulator found that it needs more memory than the
 closed form says."""
+
+STARTS, STEPS = 2, 24
+"""On clusters of several kinds: plans that are rearranged, and simulations for each."""
 
 MISFITS = 16
 """Candidates that cannot fit whose least memory is worked out exactly."""
@@ -129,6 +133,8 @@ class _Search:
         "Why schedule families could not make an order for a candidate."
         self.left: list[Queue | Candidate] = []
         "What was not looked at to its end."
+        self.seen: set[Decisions] = set()
+        "What was looked at, before it was cut."
         self.simulated = 0
         self.spent = 0
 
@@ -141,6 +147,7 @@ class _Search:
         fused = [panel for panel in space if facts_of(panel.names[0]).fused]
         bounds = [self.explore(split, patient=not fused)] if split else []
         bounds += [self.explore(fused)] if fused else []
+        self._rearrange()
         self._runners_up()
         if self.refused and not self.fitting and not self.misfits and not self.unfit:
             raise self.refused[0]
@@ -183,12 +190,44 @@ class _Search:
                 heapq.heappush(heap, (item.key_s, index))
         else:
             for candidate in item.next():
+                if candidate.decisions in self.seen:
+                    continue
+                self.seen.add(candidate.decisions)
                 heapq.heappush(heap, (candidate.key_s, len(items)))
                 items.append(candidate)
             if not item.empty:
                 heapq.heappush(heap, (item.key_s, index))
         if self.progress is not None:
             self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
+
+    def _rearrange(self) -> None:
+        """Where kinds of devices differ: from the best plans of a few grids, kinds are moved step by step, as long as
+        that is faster in the simulator."""
+        if not self.bench.cutter.fleet.mixed or self.pins.get("mapping", "search") != "search":
+            return
+        grids: dict[tuple[int, int], Evaluated] = {}
+        for one in self.fitting:
+            grids.setdefault((len(one.decisions.replicas), one.decisions.lanes), one)
+        for start in list(grids.values())[:STARTS]:
+            best: Evaluated | None = start
+            until = self.simulated + STEPS
+            while best is not None and self.simulated < until:
+                best = next(filter(None, map(partial(self._better, best.step_s), self._near(best.decisions))), None)
+
+    def _near(self, decisions: Decisions) -> Iterator[Decisions]:
+        near = rearrangements(self.bench.cutter, self.job, decisions, self.pins)
+        return (one for one in near if one not in self.seen)
+
+    def _better(self, than_s: float, decisions: Decisions) -> Evaluated | None:
+        """What the simulator says of a candidate, if that is faster; it is known from now on."""
+        self.seen.add(decisions)
+        candidate = Candidate(decisions)
+        known = {id(one) for one in self.fitting}
+        bound_s: float | None = 0.0
+        while bound_s is not None and bound_s < than_s * (1 - TIE):
+            bound_s = self.look_closer(candidate, bound_s)
+        found = [one for one in self.fitting if id(one) not in known and one.step_s < than_s * (1 - TIE)]
+        return found[0] if found else None
 
     def _runners_up(self) -> None:
         """Some more of what cannot win, least bound first, to make the list of alternatives exact."""

@@ -7,8 +7,9 @@ dimension by one value. The shard axis is a dimension too, whose only value is 1
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import PlanError
@@ -16,7 +17,8 @@ from pipefit.layout import split
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, Inner
-from pipefit.plan.mixed import Pattern, patterns, replica_counts, row_shares
+from pipefit.plan.fleet import Runs
+from pipefit.plan.mixed import Pattern, laid_out, patterns, rearranged, replica_counts, row_shares
 from pipefit.plan.panel import Count, Panel
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
@@ -101,17 +103,28 @@ def _grids(
     job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None
 ) -> Iterator[_Grid]:
     """What the devices and the batch allow: devices in their own order, and where kinds differ by kind."""
+    known: dict[tuple[tuple[Runs, ...], Inner], set[Count]] = {}
     mixed = cutter is not None and cutter.fleet.mixed
+    if cutter is not None and mixed and pins.get("mapping", "search") == "search":
+        for grid in _mixed_grids(job, layers, devices, hosts, pins, cutter):
+            assert grid.pattern is not None
+            runs = tuple(cutter.fleet.runs_of(grid.pattern))
+            for inner in grid.inner:
+                known[runs, inner] = {*grid.counts}
+            yield grid
     for replicas, lanes in _sizes(job, layers, devices, pins):
         counts = tuple((count, replicas) for count in _microbatches(job, replicas, pins))
-        inner = _inner(hosts, len(replicas), lanes, pins)
-        if counts and not mixed:
-            yield _Grid(lanes, counts, inner)
-        elif counts:
-            yield from (_Grid(lanes, counts, (each,)) for each in inner)
-    if mixed and pins.get("mapping", "search") == "search":
-        assert cutter is not None
-        yield from _mixed_grids(job, layers, devices, hosts, pins, cutter)
+        inners = _inner(hosts, len(replicas), lanes, pins)
+        if cutter is None or not mixed:
+            yield from [_Grid(lanes, counts, inners)] if counts else []
+            continue
+        for inner in inners:
+            seen: set[Count] = set()
+            if len(pins.get("shards", (1,))) == 1:
+                runs = tuple(cutter.fleet.lane_runs((), inner, lanes, len(replicas)))
+                seen = known.get((runs, inner), seen)
+            if left := tuple(count for count in counts if count not in seen):
+                yield _Grid(lanes, left, (inner,))
 
 
 def _mixed_grids(
@@ -120,18 +133,18 @@ def _mixed_grids(
     """Grids with kinds put together, by lane and by replica, and the rows of unlike replicas by their speed."""
     shards = len(pins.get("shards", (1,)))
     most = min(pins.get("devices", devices), devices)
-    sizes = [len(each) // shards for each in cutter.fleet.devices]
-    time_s, speed = cutter.row_time(job, pins.get("recompute", ("none",))[0]), cutter.by_speed(job)
+    time_s = cutter.row_time(job, pins.get("recompute", ("none",))[0])
+    kinds = cutter.kinds(job, shards)
     pinned = pins.get("replicas")
     even = [len(pinned)] if pinned else [count for count in _divisors(job.batch) if count * shards <= most]
     for lanes in range(1, min(most // shards, layers) + 1):
-        uneven = [len(pinned)] if pinned else replica_counts(lanes, sizes, job.batch)
+        uneven = [len(pinned)] if pinned else replica_counts(lanes, kinds.counts, job.batch)
         for replicas in sorted({*even, *uneven}):
             size = replicas * lanes * shards
             if size > most or ("devices" in pins and size != pins["devices"]):
                 continue
             inner = _inner(hosts, replicas, lanes, pins)
-            for pattern in patterns(lanes, replicas, sizes, speed, replicas in even, replicas in uneven):
+            for pattern in patterns(lanes, replicas, kinds, replicas in even, replicas in uneven):
                 columns = [*zip(*pattern, strict=True)] if pattern[0] is not pattern[-1] else [(k,) for k in pattern[0]]
                 if pinned or len({*columns}) == 1:
                     shares = pinned or (1,) * replicas
@@ -144,6 +157,27 @@ def _mixed_grids(
                     ]
                 if counts:
                     yield _Grid(lanes, tuple(counts), inner, pattern)
+
+
+def rearrangements(cutter: Cutter, job: Job, decisions: Decisions, pins: Mapping[str, Any]) -> Iterator[Decisions]:
+    """Candidates whose kinds of devices stand one step away from those of a candidate, with the same grid, or whose
+    neighbours do; not cut yet."""
+    pattern = cutter.fleet.pattern(decisions)
+    shards = len(decisions.shards)
+    kinds, time_s = cutter.kinds(job, shards), cutter.row_time(job, decisions.recompute[0])
+    uncut = replace(decisions, stages=decisions.stage_count, cuts=pins.get("cuts", ()))
+    inners = _inner(len(cutter.network.cluster.hosts), len(decisions.replicas), decisions.lanes, pins)
+    for other in (*rearranged(pattern, kinds.counts), pattern):
+        columns = list(zip(*other, strict=True))
+        every = [decisions.replicas]
+        if "replicas" not in pins:
+            even = (1,) * len(columns)
+            alike = len({*columns}) == 1
+            rows = job.batch // decisions.microbatches
+            every = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
+        for shares, inner in itertools.product(every, inners):
+            devices = laid_out(other, inner, cutter.fleet.devices, shards)
+            yield replace(uncut, replicas=shares).on(devices, inner)
 
 
 def _inner(hosts: int, replicas: int, lanes: int, pins: Mapping[str, Any]) -> tuple[Inner, ...]:
