@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipefit.profile.classes import Alike
 from pipefit.profile.completion import Completion, beside_noise, complete, means_of
 from pipefit.profile.effects import Array
 from pipefit.profile.estimate import Bools, Shape, Table, tabulate
@@ -29,6 +30,9 @@ FAR = 5.0
 
 MISSES = 0.01
 """The share of the audited pairs that may be misses."""
+
+OPEN = 0.02
+"""The share of the links that were not measured that may be between classes that were not compared: they may be one."""
 
 SMALL = 16
 """Up to so many hosts all pairs are measured."""
@@ -63,6 +67,10 @@ class Progress:
     "Share of the last two audits' predictions that were far off."
     unsure: float = 1.0
     "Share of the links that were not measured on which ways to predict them that may be right are far apart."
+    uncompared: float = 0.0
+    "Share of the links that were not measured that are between classes of which no two hosts were."
+    merged: int = 0
+    "Classes that the last batch found to be one: where it found some, there may be more."
     doubt: float = 1.0
     "By how much the variance that predictions claimed was too small, in the last two audits."
     completion: Completion | None = None
@@ -108,7 +116,9 @@ class Adaptive:
         else:
             table = tabulate(samples, self.members)
             largest = table.of_size(len(table.sizes_bytes) - 1)
+            before = self.progress.completion
             found = self.progress.completion = complete(largest)
+            self.progress.merged = max(0, _classes(before, len(self.members)) - _classes(found, len(self.members)))
             self._judge(largest, found)
             if self._enough():
                 return []
@@ -153,7 +163,9 @@ class Adaptive:
         far = FAR * self.target
         self.progress.misses = float(np.mean(away > far + 3 * np.sqrt(noise)))
         self.progress.doubt = max(0.0, float(np.mean(errors**2)) - noise) / max(1e-12, float(np.mean(claimed)))
-        unsure = found.disagreement[~found.logs.measured & ~np.eye(len(self.members), dtype=bool)]
+        unmeasured = ~found.logs.measured & ~np.eye(len(self.members), dtype=bool)
+        self.progress.uncompared = _open(found.alike, unmeasured)
+        unsure = found.disagreement[unmeasured]
         self.progress.unsure = float(np.mean(unsure > far**2)) if len(unsure) else 0.0
 
     def _enough(self) -> bool:
@@ -161,7 +173,8 @@ class Adaptive:
             return self.progress.rounds >= self.wanted
         held_out = self.progress.held_out
         good = bool(held_out) and held_out[-1] <= self.target
-        return good and self.progress.misses <= MISSES and self.progress.unsure <= MISSES
+        settled = self.progress.uncompared <= OPEN and not self.progress.merged
+        return good and settled and max(self.progress.misses, self.progress.unsure) <= MISSES
 
     def _hopeless(self) -> bool:
         """Whether predictions stay bad, or so much was measured that the rest costs little."""
@@ -212,6 +225,22 @@ class Adaptive:
                 pairs.append((self.members[a], self.members[b]))
                 compared[classes] = compared[classes[::-1]] = True
         return pairs
+
+
+def _classes(found: Completion | None, count: int) -> int:
+    """How many classes the hosts are in; each in its own where none were found."""
+    return len(set(found.alike.classes)) if found is not None and found.alike is not None else count
+
+
+def _open(alike: Alike | None, unmeasured: Bools) -> float:
+    """Share of links that were not measured between classes, one of several hosts at least, that were not compared."""
+    if alike is None or not unmeasured.any():
+        return 0.0
+    labels = np.array(alike.classes)
+    several = np.bincount(labels) > 1
+    between = ~alike.compared & (several[:, None] | several[None, :])
+    np.fill_diagonal(between, False)
+    return float(between[labels[:, None], labels[None, :]][unmeasured].mean())
 
 
 def _unknown(labels: Array, compared: Bools) -> Array:
