@@ -5,7 +5,7 @@ tournament with the mean of its repetitions, the same with noise and order told 
 `pipefit profile` chooses. With --lab: `pipefit profile --only links` in the lab, against the links that it was given.
 
     python benchmarks/link_measurement.py --json benchmarks/results/link_measurement.json
-    python benchmarks/link_measurement.py --lab --json benchmarks/results/link_measurement_lab.json
+    python benchmarks/link_measurement.py --lab --json benchmarks/results/link_measurement_lab.json [--hosts 8]
 """
 
 from __future__ import annotations
@@ -215,6 +215,14 @@ def row(one: dict[str, Any]) -> str:
     )
 
 
+def _others(path: str | None, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Labs of other sizes that a result file holds already: large labs take minutes, and can be measured one by one."""
+    if path is None or not Path(path).exists():
+        return []
+    kept = json.loads(Path(path).read_text(encoding="utf-8")).get("lab", [])
+    return [one for one in kept if one["hosts"] not in sizes]
+
+
 def _three(part: dict[str, float]) -> str:
     return f"{part['mean_error']:>5.1%} {part['max_error']:>6.1%} {part['false_structure']:>6.2%}"
 
@@ -236,10 +244,12 @@ def main() -> int:
         from link_measurement_lab import measure
         from link_measurement_lab import row as lab_row
 
+        result["lab"] = _others(arguments.json, sizes)
         print(lab_head)
         for count in sizes:
-            result["lab"].append(measure(count, arguments.repeats))
+            result["lab"].append(measure(count, arguments.repeats) | {"provenance": provenance()})
             print(lab_row(result["lab"][-1]), flush=True)
+        result["lab"].sort(key=lambda one: one["hosts"])
     else:
         print(HEAD)
         for count in sizes:
