@@ -148,23 +148,27 @@ def start_hosts(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.gloo
-def test_three_hosts_are_joined_by_a_rail_of_measured_pairs(tmp_path: Path) -> None:
+def test_hosts_are_joined_by_a_rail_of_measured_pairs_and_of_predicted_ones(tmp_path: Path) -> None:
+    """Four hosts, of six pairs five or six: what is measured next is decided by rank 0 and done by all."""
     output = tmp_path / "cluster.json"
-    arguments = ("--only", "links", "--quick", "--device", "cpu", "-o", str(output))
-    finished = [finish(process) for process in start_hosts(3, *arguments)]
-    assert [code for code, _, _ in finished] == [0, 0, 0], finished
+    arguments = ("--only", "links", "--host-rounds", "3", "--quick", "--device", "cpu", "-o", str(output))
+    finished = [finish(process) for process in start_hosts(4, *arguments)]
+    assert [code for code, _, _ in finished] == [0] * 4, finished
     cluster = load(output)
-    assert [host.name for host in cluster.hosts] == ["node0", "node1", "node2"]
+    assert [host.name for host in cluster.hosts] == ["node0", "node1", "node2", "node3"]
     rail = cluster.rails[0]
-    assert all(rail.bandwidth_bytes_per_s[a][b] > 1e6 for a in range(3) for b in range(3) if a != b)
+    assert all(rail.bandwidth_bytes_per_s[a][b] > 1e6 for a in range(4) for b in range(4) if a != b)
     assert all(0 <= value <= 1 for row in rail.repeatability for value in row)
-    assert cluster.measured is not None and len(cluster.measured.rails["network"].sizes_bytes) == 4
+    assert cluster.measured is not None and len(cluster.measured.rails["network"].sizes_bytes) in (3, 4)
     curve = cluster.measured.rails["network"]
-    assert curve.method is not None and (curve.method.rounds, curve.method.full_rounds) == (3, 3)
-    assert curve.sharing is not None and len(curve.sharing.out_bytes_per_s) == 3
+    assert curve.method is not None and curve.method.full_rounds == 3
+    assert curve.method.rounds == 3 or (curve.method.crowded and 3 < curve.method.rounds <= 6), "one machine: a crowd"
+    assert sum(map(len, curve.predicted)) in (0, 2)
+    assert curve.sharing is not None and len(curve.sharing.out_bytes_per_s) == 4
     assert min(*curve.sharing.out_bytes_per_s, *curve.sharing.in_bytes_per_s) > 1e6
     assert not cluster.measured.collectives and not cluster.measured.layers
     assert finished[1][1] == "", "only rank 0 speaks"
+    assert f"{curve.method.rounds} rounds of pairs (3 are all pairs), 2 times" in finished[0][1]
 
 
 @pytest.mark.gloo
