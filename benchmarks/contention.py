@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from formulas import closed_form, pipette, uniform
-from lab_runs import Measured, lab_of, profiled, run_plans, small_model
+from lab_runs import Measured, lab_of, profiled, run_plans, small_model, with_others
 from pipefit.cluster import Cluster
 from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.errors import PipefitError
@@ -56,7 +56,7 @@ def main() -> int:
     """All clusters, a table, JSON; 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Two hosts, three plans, a short profile.")
-    parser.add_argument("--only", choices=LABS, help="This cluster only.")
+    parser.add_argument("--only", choices=LABS, help="This cluster only; the others stay in a result that stands.")
     parser.add_argument("--json", help="Write the result here.")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance(), "job": {"batch": JOB.batch, "sequence": JOB.sequence}}
@@ -68,6 +68,8 @@ def main() -> int:
     except PipefitError as error:
         print(f"contention: {error.text()}", file=sys.stderr)
         return 2
+    if arguments.only:
+        labs = with_others(labs, arguments.json, LABS)
     rows = [row for lab in labs for row in lab["plans"] if row["valid"]]
     result |= {"labs": labs, "seconds": round(time.monotonic() - began), "targets": TARGETS}
     result["errors"] = errors_of(rows)

@@ -55,6 +55,15 @@ class Measured:
         return statistics.median(self.step_s)
 
 
+def with_others(labs: list[dict[str, Any]], path: str | None, order: Sequence[str]) -> list[dict[str, Any]]:
+    """These labs, and from a result that stands those of the others: one cluster can be measured again."""
+    known: dict[str, dict[str, Any]] = {}
+    if path is not None and Path(path).is_file():
+        known = {lab["lab"]: lab for lab in json.loads(Path(path).read_text(encoding="utf-8"))["labs"]}
+    known |= {lab["lab"]: lab for lab in labs}
+    return [known[name] for name in order if name in known]
+
+
 @contextlib.contextmanager
 def lab_of(name: str) -> Iterator[Lab]:
     """The lab of a committed cluster file, for as long as it is needed."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from contention import laid, words
 from formulas import amp, uniform
-from lab_runs import Measured, lab_of, profiled, run_plans, small_model
+from lab_runs import Measured, lab_of, profiled, run_plans, small_model, with_others
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
@@ -58,7 +58,7 @@ def main() -> int:
     """All clusters, a table, JSON; 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Two hosts, a few plans, a short profile.")
-    parser.add_argument("--only", choices=LABS, help="This cluster only.")
+    parser.add_argument("--only", choices=LABS, help="This cluster only; the others stay in a result that stands.")
     parser.add_argument("--steps", type=int, default=2, help="Steps of each plan that count.")
     parser.add_argument("--json", help="Write the result here.")
     arguments = parser.parse_args()
@@ -71,6 +71,8 @@ def main() -> int:
     except PipefitError as error:
         print(f"real_clusters: {error.text()}", file=sys.stderr)
         return 2
+    if arguments.only:
+        labs = with_others(labs, arguments.json, LABS)
     write_result(arguments.json, result | {"labs": labs, "seconds": round(time.monotonic() - began)})
     return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
 
@@ -118,7 +120,7 @@ def grids(devices: Sequence[int], job: Job, layers: int) -> Iterator[Decisions]:
             for inner in ("replica", "stage") if stages > 1 and replicas > 1 else ("replica",):
                 by_lane = Decisions(stages=stages, replicas=(1,) * replicas, inner=inner).lane_devices()  # type: ignore[arg-type]
                 order = tuple(devices[place] for lane in by_lane for place in lane)
-                yield laid(stages, replicas, microbatches, devices=order)
+                yield laid(stages, replicas, microbatches, devices=order, inner=inner)
 
 
 def summary(

@@ -31,6 +31,15 @@ def test_the_clusters_are_those_that_were_written_before_measuring() -> None:
         assert load(path) == file
 
 
+def test_one_cluster_can_be_measured_again(tmp_path: Path) -> None:
+    from lab_runs import with_others
+
+    path = tmp_path / "result.json"
+    assert with_others([{"lab": "b"}], str(path), ("a", "b")) == [{"lab": "b"}]
+    path.write_text(json.dumps({"labs": [{"lab": "b", "old": 1}, {"lab": "a", "old": 1}]}))
+    assert with_others([{"lab": "b"}], str(path), ("a", "b")) == [{"lab": "a", "old": 1}, {"lab": "b"}]
+
+
 def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
     """One stage on one device: nothing but (forward + backward) of every microbatch."""
     from plan_toys import toy_model
@@ -75,6 +84,47 @@ def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     way = 2 * size / 1e9
     assert pipette(plan, simulation, bench.network) == pytest.approx(5 * slowest + 2 * way)
     assert uniform(plan, simulation, bench.network) == pytest.approx(5 * slowest + way)
+
+
+def test_the_baseline_has_every_grid_in_both_layouts() -> None:
+    """Four devices: 1 x 4, 2 x 2 in two layouts, 4 x 1; on hosts of two kinds the faster ones by themselves too."""
+    from dataclasses import replace
+
+    from plan_toys import toy_model
+
+    from pipefit.cluster import parse_spec
+    from pipefit.plan.types import Job
+    from real_clusters import baseline, compute_bound
+
+    plain = parse_spec("2x2xA100-80:1GB/s")
+    (kind,) = plain.kinds.values()
+    twice = replace(kind, name="twice", peak_flops_per_s={k: 2 * v for k, v in kind.peak_flops_per_s.items()})
+    hosts = (plain.hosts[0], replace(plain.hosts[1], kind="twice"))
+    cluster = replace(plain, kinds={kind.name: kind, "twice": twice}, hosts=hosts)
+    assert compute_bound(cluster) == 1.5
+    tried = list(baseline(cluster, toy_model(4), Job(batch=8, sequence=64, precision="float32")))
+    grids = {(one.where, one.plan.decisions["stages"], one.plan.decisions["replicas"]) for one in tried}
+    assert grids == {
+        ("all", "1", "4"), ("all", "2", "2"), ("all", "4", "1"), ("twice only", "1", "2"), ("twice only", "2", "1"),
+    }  # fmt: skip
+    square = [one.plan for one in tried if one.where == "all" and one.plan.decisions["stages"] == "2"]
+    assert {plan.decisions["inner"] for plan in square} == {"replica", "stage"}
+    assert len({plan.decisions["cuts"] for plan in square}) == 1, "even layers, whatever stands where"
+    assert all(one.plan.devices == (2, 3) for one in tried if one.where == "twice only")
+
+
+@needs_lab
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_quick_real_clusters(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "real_clusters.py"), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (lab,) = json.loads(out.read_text())["labs"]
+    assert lab["devices"] == 4 and lab["compute_bound"] == 1.0 and len(lab["plans"]) >= 3
+    assert set(lab["gains"]) == {"best baseline", "best of all", "uniform", "amp"}
+    assert "compute bound 1.00x" in done.stdout
 
 
 @needs_lab
