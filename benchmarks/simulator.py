@@ -3,9 +3,9 @@
 What is timed, one row each: making and lowering the schedule; compiling it into arrays (once per schedule); filling
 in the times of a cost table; the sweep, which turns these arrays into the start and end of every action and
 transfer; **both together**, which is what a search pays for one more cost table (the figure that is bounded by
-5 ms); and the memory curves of all lanes. Everything runs on the lowered schedule, so the sweep covers the
-transfers as well. That numba compiles the Python function is not timed; it happens once per installation. The
-pure-Python sweep must give the same bits.
+5 ms); the memory curves of all lanes; and a timeline in which transfers share ports. Everything runs on the lowered
+schedule, so the sweep covers the transfers as well. That numba compiles the Python functions is not timed; it happens
+once per installation. Pure Python must give the same bits.
 
     python benchmarks/simulator.py [--quick] [--json PATH]
 """
@@ -18,13 +18,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from pipefit.cost.types import ActionTable, CostTable, EdgeCost
+from pipefit.cost.types import ActionTable, Contention, CostTable, EdgeCost, Flow, FlowKey
 from pipefit.schedule import Problem, chain, family, linear, lower
 from pipefit.schedule.compile import compile_graph
+from pipefit.schedule.contended import run_contended
 from pipefit.schedule.times import durations, run, run_sweep
 from pipefit.simulate import Timeline
 from provenance import provenance, write_result
@@ -74,6 +76,10 @@ def measure(stages: int, microbatches: int, repeats: int) -> dict[str, Any]:
     timed("times_and_sweep", repeats, lambda: run(graph, costs, True))
     slow = timed("sweep_python", few, lambda: run_sweep(graph, *arrays, False))
     timed("memory", few, lambda: Timeline(graph, costs, fast).peak_bytes)
+    open_graph, sharing = compile_graph(lowered, compiled=True, own_ports=False), with_shared_ports(costs, stages)
+    run_contended(open_graph, sharing, True)
+    shared = timed("shared_ports", few, lambda: run_contended(open_graph, sharing, True))
+    plain = run_contended(open_graph, sharing, False)
     return {
         "stages": stages,
         "microbatches": microbatches,
@@ -82,7 +88,9 @@ def measure(stages: int, microbatches: int, repeats: int) -> dict[str, Any]:
         "waits": len(graph.after),
         "seconds": seconds,
         "bit_equal_to_python": all(
-            getattr(fast, field).tobytes() == getattr(slow, field).tobytes() for field in ("start_s", "moment_s")
+            getattr(one, field).tobytes() == getattr(other, field).tobytes()
+            for one, other in ((fast, slow), (shared, plain))
+            for field in ("start_s", "moment_s")
         ),
         "equal_to_closed_form": equal_to_closed_form(stages, microbatches),
     }
@@ -128,6 +136,17 @@ def edge_cost(source: int, target: int) -> EdgeCost:
     )
 
 
+def with_shared_ports(costs: CostTable, stages: int) -> CostTable:
+    """Every lane on a host of its own: what it sends shares one port, what it receives another, reductions both."""
+    flows: dict[FlowKey, Flow] = {}
+    for hop in range(stages - 1):
+        flows["F", hop, 0, 0] = Flow((2 * hop, 2 * hop + 3), (1.0, 1.0), 3e10, 2 * hop)
+        flows["B", hop, 0, 0] = Flow((2 * hop + 2, 2 * hop + 1), (1.0, 1.0), 3e10, 2 * hop + 1)
+    for lane in range(stages):
+        flows["REDUCE", lane, 0, 0] = Flow((2 * lane, 2 * lane + 1), (1.0, 1.0), 1e10)
+    return replace(costs, contention=Contention((costs,), flows, 2 * stages, 2 * stages))
+
+
 def equal_to_closed_form(stages: int, microbatches: int) -> bool:
     """With equal stages and free transfers the time is (m + d - 1)(f + b)."""
     from pipefit.schedule import uniform_costs
@@ -153,6 +172,7 @@ def print_table(result: dict[str, Any]) -> None:
         "times_and_sweep": "both: a timeline under new costs",
         "sweep_python": "the sweep in pure Python",
         "memory": "memory curves and peaks",
+        "shared_ports": "a timeline with shared ports",
     }
     for name, text in words.items():
         row = result["seconds"][name]
