@@ -217,9 +217,8 @@ def uplinks(
         wanted = {smaller: wanted[smaller]}
     flows: dict[tuple[int, bool], Rates] = {}
     for label, hosts in wanted.items():
-        pairs = _across(hosts, members, groups)
         for turned in (False, True):
-            flows[label, turned] = _together(_turned(pairs, turned), size, repeats, measure)
+            flows[label, turned] = _together(_across(hosts, classes, rates, turned), size, repeats, measure)
     result = []
     for label, hosts in wanted.items():
         up, down = (_limit(label, turned, flows, classes, rates) for turned in (False, True))
@@ -245,11 +244,18 @@ def _limit(
     return None
 
 
-def _across(hosts: Sequence[int], members: Sequence[int], groups: Mapping[int, Sequence[int]]) -> list[Pair]:
-    """Each host with another outside, taken from the other classes in turn."""
-    outside = [[other for other in each if other not in hosts] for each in groups.values()]
-    turns = [each[turn] for turn in range(len(members)) for each in outside if turn < len(each)]
-    return list(zip(hosts, turns, strict=False))
+def _across(hosts: Sequence[int], classes: Mapping[int, int], rates: Rates, turned: bool) -> list[Pair]:
+    """Each host to (`turned`: from) another outside, over its fastest link, the other classes in turn."""
+    free = [member for member in classes if member not in hosts]
+    used: dict[int, int] = {}
+    pairs = []
+    for host in hosts[: len(free)]:
+        ways = {other: (other, host) if turned else (host, other) for other in free}
+        best = min(free, key=lambda other: (used.get(classes[other], 0), -rates[ways[other]]))
+        used[classes[best]] = used.get(classes[best], 0) + 1
+        free.remove(best)
+        pairs.append(ways[best])
+    return pairs
 
 
 def _together(pairs: Sequence[Pair], size: int, repeats: int, measure: Measure) -> Rates:
