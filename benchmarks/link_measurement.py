@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.profile.adaptive import Adaptive
-from pipefit.profile.estimate import PairTimes, pair_times
+from pipefit.profile.completion import complete
+from pipefit.profile.estimate import PairTimes, pair_times, tabulate
 from pipefit.profile.links import TINY, LinkSurvey, Outcome, survey
 from pipefit.profile.tournament import Pair, mixed, remixed
 from provenance import provenance, write_result
@@ -174,10 +175,12 @@ def compare(kind: Callable[[int, np.random.Generator], Truth], count: int, seed:
     truth = kind(count, np.random.default_rng(seed))
     found, rounds = tournament(truth)
     full = judged(truth, plain_mean(found, count))
-    told = judged(truth, pair_times(found.samples, range(count)).time_s[-1])
+    table = tabulate(found.samples, range(count))
+    shape = complete(table.of_size(len(table.sizes_bytes) - 1)).shape
+    told = judged(truth, pair_times(found.samples, range(count), shape=shape).time_s[-1])
     start = time.process_time()
     few, chooser = chosen(truth)
-    times: PairTimes = pair_times(few.samples, range(count), predict=chooser.progress.shape)
+    times: PairTimes = pair_times(few.samples, range(count), shape=chooser.progress.shape, predict=True)
     cpu_s = time.process_time() - start
     held_out = chooser.progress.held_out
     predicted = times.error[times.predicted]

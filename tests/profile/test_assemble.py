@@ -107,7 +107,14 @@ def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -
         uplinks=(Uplink(hosts=("host0", "host1"), up_bytes_per_s=1.5e9, down_bytes_per_s=None),),
     )
     made.surveys["network"] = RailNotes(
-        rounds=5, full_rounds=7, repeats=3, shape=Shape(), held_out_error=0.012, sharing=sharing, crowded=True
+        rounds=5,
+        full_rounds=7,
+        repeats=3,
+        shape=Shape(),
+        predicts=True,
+        held_out_error=0.012,
+        sharing=sharing,
+        crowded=True,
     )
     cluster = assemble(made, "toy", WHEN, 1.0)
     assert cluster.measured is not None
@@ -126,8 +133,7 @@ def test_links_that_were_concluded_from_others_are_marked_and_ports_are_kept() -
     assert "16 links were not measured but concluded from others, mean error 1.2%" in text
     assert "a port limits what 1 of 8 hosts send to two others at once" in text
     assert "host0, host1 share 1.50 GB/s out" in text and "slow each other down" in text
-    everything = replace(made.surveys["network"], shape=None)
-    made.surveys["network"] = everything
+    made.surveys["network"] = replace(made.surveys["network"], predicts=False)
     with pytest.raises(ClusterError, match="These links could not be measured"):
         assemble(made, "toy", WHEN, 1.0)
 

@@ -128,7 +128,7 @@ def test_links_that_were_not_measured_come_from_their_hosts_where_that_is_asked(
     without = pair_times(kept, range(HOSTS))
     assert np.isnan(without.time_s[-1][apart]).sum() == 2 * (120 - 48)
     found = complete(tabulate(kept, range(HOSTS)).of_size(1))
-    times = pair_times(kept, range(HOSTS), predict=found.shape)
+    times = pair_times(kept, range(HOSTS), shape=found.shape, predict=True)
     assert times.predicted.sum() == 2 * (120 - 48)
     made = np.abs(np.log(times.time_s[-1] / truth))
     assert made[times.predicted].mean() < 0.04

@@ -74,14 +74,14 @@ class Progress:
     doubt: float = 1.0
     "By how much the variance that predictions claimed was too small, in the last two audits."
     completion: Completion | None = None
-    "None until something was measured, and where everything was."
+    "None until something was measured."
     everything: bool = False
     "Whether all pairs were measured."
 
     @property
     def shape(self) -> Shape | None:
-        """How to conclude the links that were not measured; None where there are none."""
-        if self.everything or self.completion is None:
+        """What hosts have in common; None before anything was measured."""
+        if self.completion is None:
             return None
         found = self.completion.shape
         return replace(found, doubt=max(1.0, found.doubt * self.doubt)) if self.held_out else found
@@ -109,8 +109,6 @@ class Adaptive:
 
     def next_rounds(self, samples: Sequence[LinkSample]) -> Games:
         """What to measure now, from all that was measured so far; nothing when it is enough."""
-        if self.progress.everything:
-            return []
         if not self._met:
             batch = _neighbours(self.members) + [self._from_grid() for _ in range(self.batch)]
         else:
@@ -120,6 +118,8 @@ class Adaptive:
             found = self.progress.completion = complete(largest)
             self.progress.merged = max(0, _classes(before, len(self.members)) - _classes(found, len(self.members)))
             self._judge(largest, found)
+            if self.progress.everything:
+                return []
             if self._enough():
                 return []
             if self.wanted is None and self._hopeless():

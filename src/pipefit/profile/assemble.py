@@ -37,7 +37,9 @@ class RailNotes:
     full_rounds: int
     repeats: int
     shape: Shape | None = None
-    "How the links that were not measured are concluded from the others; None where all were measured."
+    "What hosts were found to have in common; None where nobody looked."
+    predicts: bool = False
+    "Whether links were left out, to be concluded from the others."
     held_out_error: float | None = None
     crowded: bool = False
     sharing: Sharing | None = None
@@ -218,7 +220,9 @@ def _rails(findings: Findings, hosts: Mapping[str, Sequence[int]]) -> tuple[tupl
     for place, (name, samples) in enumerate(findings.rails.items()):
         ranks = [members[min(place, len(members) - 1)] for members in hosts.values()]
         notes = findings.surveys.get(name)
-        times = pair_times(samples, ranks, predict=notes.shape if notes else None)
+        times = pair_times(
+            samples, ranks, shape=notes.shape if notes else None, predict=notes is not None and notes.predicts
+        )
         _require(times, list(hosts), f"on rail {name}")
         count = len(ranks)
         fits = {

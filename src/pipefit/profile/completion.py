@@ -15,6 +15,9 @@ from pipefit.profile.effects import Array
 from pipefit.profile.estimate import Logs, Shape, Table, link_logs
 
 FOLDS = 3
+MANY = 4000
+"""So many pairs are enough to hide a part of them once."""
+
 SIMPLER = 1.05
 """A simpler way is taken whose error is at most so many times the smallest."""
 
@@ -84,7 +87,7 @@ def _hidden(table: Table, classes: bool, bottleneck: bool) -> tuple[Array, Array
     fold = np.random.default_rng(len(pairs)).permutation(len(pairs)) % FOLDS
     fold_of = fold[np.searchsorted(pairs, pair)]
     errors, claimed = [], []
-    for turn in range(FOLDS):
+    for turn in range(FOLDS if len(pairs) < MANY else 1):
         seen, hidden = table.only(fold_of != turn), table.only(fold_of == turn)
         if not len(seen.one_way_s) or not len(hidden.one_way_s):
             continue

@@ -130,8 +130,11 @@ def tabulate(samples: Sequence[LinkSample], members: Sequence[int]) -> Table:
     return Table(tuple(members), tuple(sizes), size, source, target, repeat, jobs.astype(np.int64), one_way_s)
 
 
-def pair_times(samples: Sequence[LinkSample], members: Sequence[int], *, predict: Shape | None = None) -> PairTimes:
-    """The time of every link between `members`; with `predict` of those too that were not measured, concluded so."""
+def pair_times(
+    samples: Sequence[LinkSample], members: Sequence[int], *, shape: Shape | None = None, predict: bool = False
+) -> PairTimes:
+    """The time of every link between `members`, shrunk towards what `shape` says that hosts have in common; with
+    `predict` of those links too that were not measured."""
     table = tabulate(samples, members)
     count = len(members)
     cube = (len(table.sizes_bytes), count, count)
@@ -140,8 +143,8 @@ def pair_times(samples: Sequence[LinkSample], members: Sequence[int], *, predict
     for index in range(len(table.sizes_bytes)):
         part = table.of_size(index)
         if len(part.one_way_s):
-            logs = link_logs(part, predict or Shape())
-            keep = logs.measured | ((predict is not None) & ~np.eye(count, dtype=bool))
+            logs = link_logs(part, shape or Shape())
+            keep = logs.measured | (predict & ~np.eye(count, dtype=bool))
             time_s[index] = np.where(keep, np.exp(logs.log_s), np.nan)
             spread[index] = _spread(part)
     if logs is None:

@@ -17,7 +17,8 @@ from pipefit.codec import from_data, to_data
 from pipefit.profile.adaptive import SMALL, Adaptive
 from pipefit.profile.assemble import RailNotes
 from pipefit.profile.classes import find_classes
-from pipefit.profile.estimate import Shape, pair_times, tabulate
+from pipefit.profile.completion import complete
+from pipefit.profile.estimate import Shape, Table, pair_times, tabulate
 from pipefit.profile.links import Games, LinkSurvey, Outcome, survey
 from pipefit.profile.sharing import SLOWER, Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.state import Session
@@ -39,6 +40,9 @@ SHARED_S = 0.02
 ROUNDS, SAMPLE = 4, 8
 """Of many hosts, rounds and pairs of each round that are measured alone as well, to see whether they disturb each
 other."""
+
+LEAST = 6
+"""Hosts among which classes are looked for."""
 
 DECIDE_S = 600.0
 """How long ranks wait for what rank 0 decides."""
@@ -101,17 +105,20 @@ class BetweenHosts:
         way = self._spread_out(found) if found.disturbed else Way(len(self.ranks))
         wanted = self.session.config.host_rounds
         everything = wanted == "all" or (wanted == "auto" and len(self.ranks) <= SMALL)
-        shape, held_out = (None, None) if everything else self._adaptive(way, wanted)
         if everything:
             self._survey(lambda repeat: way.thin(mixed([self.ranks])(repeat)))
+            shape, held_out, predicts = self._shape(), None, False
+        else:
+            shape, held_out, predicts = self._adaptive(way, wanted)
         self.session.found.surveys[self.name] = RailNotes(
             rounds=self.played,
             full_rounds=len(rounds(self.ranks)),
             repeats=self.repeats,
             shape=shape,
+            predicts=predicts,
             held_out_error=held_out,
             crowded=found.disturbed,
-            sharing=self._sharing(way, shape) if len(self.ranks) > 2 else None,
+            sharing=self._sharing(way, shape, predicts) if len(self.ranks) > 2 else None,
         )
 
     @property
@@ -127,17 +134,25 @@ class BetweenHosts:
         )  # fmt: skip
         self.session.require_all(self.phase)
 
-    def _adaptive(self, way: Way, wanted: str) -> tuple[Shape | None, float | None]:
-        """Batch after batch; (how to conclude what was not measured, the error that this has)."""
+    def _adaptive(self, way: Way, wanted: str) -> tuple[Shape | None, float | None, bool]:
+        """Batch after batch; (what hosts have in common, the error of predictions, whether some are needed)."""
         chooser = Adaptive(self.ranks, rounds_wanted=int(wanted) if wanted != "auto" else None)
         batch = 0
         while games := self._agree(lambda: chooser.next_rounds(self.found.samples)):
             mix = remixed(_pairs(games), batch)
             self._survey(lambda repeat, mix=mix: way.thin(mix(repeat)), seed=batch)  # type: ignore[misc]
             batch += 1
-        told = self._agree(lambda: [to_data(chooser.progress.shape), chooser.progress.held_out[-1:]])
+        progress = chooser.progress
+        told = self._agree(lambda: [to_data(progress.shape), progress.held_out[-1:], not progress.everything])
         shape = from_data(Shape, told[0], "shape") if told[0] is not None else None
-        return shape, told[1][0] if told[1] else None
+        return shape, told[1][0] if told[1] else None, told[2]
+
+    def _shape(self) -> Shape | None:
+        """What hosts have in common where all pairs were measured: their links are shrunk towards it."""
+        if len(self.ranks) < LEAST:
+            return None
+        told = self._agree(lambda: to_data(complete(_largest(self.found, self.ranks)).shape))
+        return from_data(Shape, told, "shape")
 
     def _spread_out(self, found: Crowd) -> Way:
         """Who may be measured at the same time, where not all may: one pair of a rack, where racks can be told and
@@ -174,9 +189,9 @@ class BetweenHosts:
         labels = self._agree(find)
         return dict(zip(self.ranks, labels, strict=True)) if labels else {}
 
-    def _sharing(self, way: Way, shape: Shape | None) -> Sharing:
+    def _sharing(self, way: Way, shape: Shape | None, predicts: bool) -> Sharing:
         """What several messages at once reach."""
-        times = pair_times(self.found.samples, self.ranks, predict=shape)
+        times = pair_times(self.found.samples, self.ranks, shape=shape, predict=predicts)
         place = {rank: index for index, rank in enumerate(self.ranks)}
         large = times.sizes_bytes[-1]
         rates = {
@@ -212,6 +227,12 @@ class BetweenHosts:
         told = self.session.board.gather(make() if self.session.rank == 0 else None, DECIDE_S)
         self.session.require_all(self.phase)
         return told[0]
+
+
+def _largest(found: LinkSurvey, ranks: Sequence[int]) -> Table:
+    """The largest messages."""
+    table = tabulate(found.samples, ranks)
+    return table.of_size(len(table.sizes_bytes) - 1)
 
 
 def _crosses(pair: Pair, classes: dict[int, int]) -> bool:
