@@ -138,6 +138,15 @@ def test_links_that_were_not_measured_come_from_their_hosts_where_that_is_asked(
     assert times.repeatability[times.predicted].mean() < times.repeatability[apart & ~times.predicted].mean()
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_what_was_measured_once_is_left_as_it_is(count: int) -> None:
+    draw = np.random.default_rng(11)
+    truth = 0.01 * np.exp(draw.normal(0, 0.5, (count, count)))
+    samples = samples_of(truth, 1, noise=0.05, seed=12)
+    apart = ~np.eye(count, dtype=bool)
+    assert estimated(samples, count).time_s[-1][apart] == pytest.approx(plain(samples, count)[apart], rel=2e-3)
+
+
 def test_repeatability_cannot_tell_from_too_little() -> None:
     apart = ~np.eye(4, dtype=bool)
     once = pair_times(samples_of(np.full((4, 4), 0.01), 1, noise=0.1, seed=0), range(4))

@@ -76,7 +76,7 @@ def fit(values: Array, terms: Sequence[Term], rounds: int = 50) -> Fit:
     link = groups[-1]
     mean, weight = float(values.mean()), np.ones(count)
     residual = values - mean
-    noise = _within(values, link.level) or max(LEAST, float(np.var(values))) / 4
+    noise = _within(values, link.level)
     for group in groups:
         if group.term.passing:
             group.most = group.variance = noise
@@ -87,7 +87,8 @@ def fit(values: Array, terms: Sequence[Term], rounds: int = 50) -> Fit:
             unknown += group.error[group.level]
         shift = float((weight * residual).sum() / weight.sum())
         mean, residual = mean + shift, residual - shift
-        noise = max(LEAST, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
+        if len(link.met) < count:
+            noise = max(LEAST, float((weight * (residual**2 + unknown)).sum() / weight.sum()))
         if turn in REWEIGHT:
             weight = _weights(residual + link.value[link.level], link.level, noise)
     return Fit(mean, {group.term.name: group.effect() for group in groups}, noise, residual, weight)
@@ -123,11 +124,12 @@ class _Group:
 
 
 def _within(values: Array, link: Indices) -> float:
-    """Pooled variance of the repetitions of each link; 0 where there are none."""
+    """Pooled variance of the repetitions of each link; next to nothing where there are none: then all that links
+    differ by is theirs."""
     count = np.bincount(link)
     mean = np.bincount(link, weights=values) / np.maximum(count, 1)
     free = int(np.maximum(count - 1, 0).sum())
-    return max(LEAST, float(((values - mean[link]) ** 2).sum() / free)) if free else 0.0
+    return max(LEAST, float(((values - mean[link]) ** 2).sum() / free)) if free else LEAST
 
 
 def _weights(values: Array, link: Indices, noise: float) -> Array:
