@@ -49,8 +49,9 @@ class Queue:
         self._guess_s: dict[str, Array] = {}
         keys = self._bound_s
         if not facts_of(panel.names[0]).fused or not floor.alike:
-            self._guess_s = {name: spread(floors.guess_s(panel, floor, name), panel) for name in panel.names}
-            keys = np.maximum(keys, np.minimum.reduce([*self._guess_s.values()]))
+            guesses = floors.guesses_s(panel, floor)
+            self._guess_s = {name: spread(one, panel) for name, one in zip(panel.names, guesses, strict=True)}
+            keys = np.maximum(keys, spread(guesses.min(axis=0), panel))
         self._sort(np.arange(len(keys)), keys)
 
     def _sort(self, left: Ints, keys: Array) -> None:

@@ -44,8 +44,11 @@ LAYOUTS, ACTIONS = 4, 5_000
 """Layouts that get fitted orders: at most so many, fewer where they have many actions together."""
 
 MANY = 3_000
-"""Actions of a layout above which an order is fitted only where `fit` is pinned, and for its own way of recomputing:
-with so many, the moves that planning has time for gain next to nothing."""
+"""Actions of a layout above which an order is fitted only where `fit` is pinned: with so many, the moves that planning
+has time for gain next to nothing."""
+
+CHOOSING = 1_000
+"""Actions of a layout above which its stages do not choose whether they recompute: all keep to the layout's own way."""
 
 MOVES, WORK = (2_000, 20_000), 15_000_000
 """Moves of one fit: WORK over the actions, within these limits. The time of a move grows with the actions."""
@@ -84,16 +87,16 @@ def best_plans(
     return replace(found, fitting=tuple(fitting), fitted=len(fitted))
 
 
-def _promising(bench: Workbench, listed: Sequence[list[Choice]]) -> Sequence[list[Choice]]:
-    """Of a short list those that are worth all the moves: by what a few moves reach, the best one, and those that
-    come within NEAR of it."""
+def _promising(bench: Workbench, listed: Sequence[Listed]) -> Sequence[list[Choice]]:
+    """Of a short list those that are worth all the moves: by what a few moves reach with the layout's own way of
+    recomputing, the best one, and those that come within NEAR of it."""
     if len(listed) < 2:
-        return listed
+        return [tables for tables, _ in listed]
     looks: list[tuple[float, list[Choice]]] = []
-    for tables in listed:
+    for tables, own in listed:
         best_s = min((step_s for step_s, _ in looks), default=float("inf"))
         if tables[0].bound_s < best_s:
-            one = fit_layout(bench, tables, moves=moves_for(_actions(tables[0].parts)) // LOOK)
+            one = fit_layout(bench, [own], moves=moves_for(_actions(own.parts)) // LOOK)
             looks.append((one.step_s if one is not None else float("inf"), tables))
     best_s = min(step_s for step_s, _ in looks)
     return [tables for step_s, tables in looks if step_s <= best_s * (1 + NEAR)]
@@ -149,6 +152,10 @@ class Choice:
     parts: Parts
     work: PipelineWork
     costs: CostTable
+
+
+Listed = tuple[list[Choice], Choice]
+"""The choices of a layout, and among them its own way of recomputing."""
 
 
 def tables_of(
@@ -223,7 +230,7 @@ def moves_for(actions: int) -> int:
 
 def _short_list(
     bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int, before: Sequence[Decisions]
-) -> list[list[Choice]]:
+) -> list[Listed]:
     """Layouts whose bound leaves something to win: the best one, also `before` it was cut again (even stages are worth
     more to an order of its own than to the family's); then the most promising of those of the next families and of
     plans that would be faster but lack memory, put back by what they lack."""
@@ -234,7 +241,7 @@ def _short_list(
     for misfit in found.misfits:
         if misfit.bound_s < best_s:
             scored.append((misfit.bound_s, max(1.0, misfit.peak_bytes / misfit.limit_bytes), misfit.decisions))
-    ready: list[tuple[float, int, list[Choice]]] = []
+    ready: list[tuple[float, int, Listed]] = []
     seen: set[Decisions] = set()
     for step_s, lack, decisions in sorted(scored, key=lambda one: (one[1] > 1, one[0] * one[1])):
         key = replace(decisions, schedule=FIT, recompute=("none",), stages=decisions.stage_count, cuts=())
@@ -245,17 +252,17 @@ def _short_list(
         if _at_least(decisions) > MANY and pins.get("schedule") != FIT:
             continue
         tables = tables_of(bench, job, decisions, choices(pins, decisions))
-        own = next(one.bound_s for one in tables if one.decisions.recompute == decisions.recompute)
-        score = max(step_s, own) * lack
-        if _actions(tables[0].parts) > MANY:
-            tables = [one for one in tables if one.decisions.recompute == decisions.recompute]
+        own = next(one for one in tables if one.decisions.recompute == decisions.recompute)
+        score = max(step_s, own.bound_s) * lack
+        if _actions(own.parts) > CHOOSING:
+            tables = [own]
         if tables[0].bound_s < best_s and score <= best_s * (1 + HOPE):
-            ready.append((0.0 if decisions in sure else score, len(ready), tables))
-    result: list[list[Choice]] = []
+            ready.append((0.0 if decisions in sure else score, len(ready), (tables, own)))
+    result: list[Listed] = []
     actions = 0
-    for _, _, tables in sorted(ready, key=lambda one: one[:2]):
-        result.append(tables)
-        actions += _actions(tables[0].parts)
+    for _, _, one in sorted(ready, key=lambda one: one[:2]):
+        result.append(one)
+        actions += _actions(one[1].parts)
         if len(result) >= most or actions >= ACTIONS:
             break
     return result

@@ -83,10 +83,20 @@ class Floors:
         self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
         self._stacks: dict[object, list[list[Floor]]] = {}
         self._statics: dict[float, float] = {}
+        self._panels: dict[tuple[int, int], tuple[Panel, PanelFloor]] = {}
+        "By what panels of one grid share; with a panel that keeps it alive."
         self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
 
     def panel(self, panel: Panel) -> PanelFloor:
         """The floor of all its candidates."""
+        key = (id(panel.counts), id(panel.runs))
+        if panel.pattern is None:
+            return self._panel(panel)
+        if key not in self._panels:
+            self._panels[key] = (panel, self._panel(panel))
+        return self._panels[key][1]
+
+    def _panel(self, panel: Panel) -> PanelFloor:
         if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
             return self._stacked(panel, *self._told(panel))
         counted = Counter(panel.lane_runs())
@@ -129,17 +139,20 @@ class Floors:
             least = np.maximum(least, total / (1 - (1 - 1 / count) ** panel.lanes))
         return least
 
-    def guess_s(self, panel: Panel, floor: PanelFloor, name: str) -> Array:
-        """What a step with this schedule likely takes (`plan/estimate.py`): [microbatches, recomputation, ZeRO-1]."""
+    def guesses_s(self, panel: Panel, floor: PanelFloor) -> Array:
+        """What steps likely take (`plan/estimate.py`): [schedule, microbatches, recomputation, ZeRO-1]."""
         counts = [count for count, _ in panel.counts]
         count = np.array(counts, dtype=float)[:, None]
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / panel.turns
         f, i = floor.lane_forward_s / panel.turns, floor.lane_backward_s / panel.turns - w
-        held = np.array([most_held(name, panel.lanes, panel.placement, each) for each in counts], dtype=float)[:, None]
-        kept = (held * floor.saved_bytes / panel.turns)[:, :, None]
+        held = np.array(
+            [[most_held(name, panel.lanes, panel.placement, each) for each in counts] for name in panel.names],
+            dtype=float,
+        )[:, :, None]
+        idle = [idle_s(name, panel.lanes, one, f, i, w) for name, one in zip(panel.names, held, strict=True)]
+        kept = (held * floor.saved_bytes / panel.turns)[:, :, :, None]
         filled_s, lack = _filled(floor, floor.static_bytes + kept)
-        step_s = count[:, :, None] * filled_s + idle_s(name, panel.lanes, held, f, i, w)[:, :, None]
-        guess: Array = step_s * (1 + OVER * lack)
+        guess: Array = (count[:, :, None] * filled_s + np.stack(idle)[:, :, :, None]) * (1 + OVER * lack)
         return guess
 
     def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
@@ -219,15 +232,20 @@ class Floors:
 def _filled(floor: PanelFloor, whole_bytes: Array) -> tuple[Array, Array]:
     """(seconds of the busiest lane, what the memory lacks as a part of itself), where `whole_bytes` is what all layers
     need: every lane takes layers by its speed, up to its memory, and the others take what is left over."""
-    lanes = floor.lanes[:, None, None, None]
-    rates = floor.rates[:, :, :, None]
-    most = np.broadcast_to(floor.limit_bytes[:, None, None, None] / whole_bytes, (len(lanes), *whole_bytes.shape))
+    if floor.alike:
+        lack = np.maximum(0.0, whole_bytes / (floor.limit_bytes * floor.lanes)[0] - 1.0)
+        return np.broadcast_to(floor.lane_s[:, :, None], lack.shape), lack
+    more = (slice(None), *(None,) * whole_bytes.ndim)
+    lanes, limits, rates = floor.lanes[more], floor.limit_bytes[more], floor.rates[:, None, :, :, None]
+    most = limits / whole_bytes
     lack = np.maximum(0.0, 1.0 / (lanes * most).sum(axis=0) - 1.0)
     most = most * (1.0 + lack) * (1.0 + 1e-9)
     full = np.zeros(most.shape, dtype=bool)
     time_s = floor.lane_s[:, :, None] + np.zeros(whole_bytes.shape)
-    for _ in range(len(lanes) - 1):
+    for _ in range(len(floor.lanes) - 1):
         full |= rates * time_s > most
+        if not full.any():
+            break
         left = 1.0 - (lanes * most * full).sum(axis=0)
         speed = (lanes * rates * ~full).sum(axis=0)
         time_s = np.where(speed > 0, np.maximum(time_s, left / np.where(speed > 0, speed, 1.0)), time_s)

@@ -8,7 +8,7 @@ panel are worked out at once, and a candidate is made only when it is its turn.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ class Panel:
     cuts: tuple[int, ...] = ()
     slices: tuple[int, ...] = ()
     fleet: Fleet | None = None
+    runs: tuple[Runs, ...] = ()
+    "The kinds of every lane's replicas in the pattern."
     _devices: dict[str, Decisions] = field(default_factory=dict, compare=False)
 
     @property
@@ -103,14 +105,14 @@ class Panel:
         assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
         return laid_out(self.pattern, inner, self.fleet.devices, len(self.shards))
 
-    def lane_runs(self) -> list[Runs]:
+    def lane_runs(self) -> Sequence[Runs]:
         """The kinds of every lane's replicas. Of devices in their own order a panel has one `inner`."""
         assert self.fleet is not None
         if self.pattern is None:
             if not self.fleet.mixed:
                 return [((self.fleet.names[0], self.replicas),)] * self.lanes
             return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replicas)
-        return self.fleet.runs_of(self.pattern)
+        return self.runs
 
     def all(self) -> Iterator[Decisions]:
         """Every candidate, schedules told apart."""

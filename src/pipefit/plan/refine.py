@@ -43,7 +43,7 @@ Peaks = Callable[[tuple[int, ...]], Sequence[float]]
 TRIES = 1000
 """Cuts that are timed at most."""
 
-TASKS = 2_000_000
+TASKS = 1_000_000
 """Tasks that are timed at most, over all cuts: long schedules get fewer tries."""
 
 MOVED = (1, 2, 4)

@@ -53,6 +53,9 @@ BUDGET = 100_000
 """Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
 DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
 
+MANY_DEVICES = 2048
+"""For every so many devices a search may spend its budgets once more: a look costs more there."""
+
 PATIENCE = 200_000
 """Work after which even a search that has found nothing that fits stops, and says so."""
 
@@ -125,6 +128,7 @@ class _Search:
         self.top = top
         self.progress = progress
         self.floors = Floors(bench.cutter, job)
+        self.share = max(1, bench.network.devices // MANY_DEVICES)
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
@@ -171,7 +175,7 @@ class _Search:
         lower_bound_s = min(item.bound_s for item in items)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
-        while heap and self.spent <= (PATIENCE if patient and not self.fitting else BUDGET):
+        while heap and self.spent <= self.share * (PATIENCE if patient and not self.fitting else BUDGET):
             _, index = heapq.heappop(heap)
             if self.fitting and items[index].bound_s > self.fitting[0].step_s * (1 + TIE):
                 self.left.append(items[index])
@@ -238,8 +242,8 @@ class _Search:
         heap = [(item.bound_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until = self.simulated + EXTRA_SIMULATIONS
-        self.spent = BUDGET // 2
-        while heap and self.fitting and self.simulated < until and self.spent <= BUDGET:
+        self.spent = 3 * self.share * BUDGET // 4
+        while heap and self.fitting and self.simulated < until and self.spent <= self.share * BUDGET:
             bound_s, index = heapq.heappop(heap)
             if len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s:
                 break

@@ -62,7 +62,9 @@ def _panel(
         0 if {"schedule", "microbatches"} <= pins.keys() else FAMILIES[n].least_units(grid.lanes) for n in names
     )
     units = len(pins.get("slices", (1,)))
-    counts = tuple(count for count in grid.counts if count[0] * units >= min(least))
+    counts = grid.counts
+    if any(count[0] * units < min(least) for count in counts):
+        counts = tuple(count for count in counts if count[0] * units >= min(least))
     if not ways or not counts:
         return None
     many = len(counts[0][1]) > 1
@@ -81,6 +83,7 @@ def _panel(
         cuts=pins.get("cuts", ()),
         slices=pins.get("slices", ()),
         fleet=cutter.fleet if cutter is not None else None,
+        runs=grid.runs,
     )
 
 
@@ -97,6 +100,8 @@ class _Grid:
     counts: tuple[Count, ...]
     inner: tuple[Inner, ...]
     pattern: Pattern | None = None
+    runs: tuple[Runs, ...] = ()
+    "Of the pattern."
 
 
 def _grids(
@@ -107,10 +112,8 @@ def _grids(
     mixed = cutter is not None and cutter.fleet.mixed
     if cutter is not None and mixed and pins.get("mapping", "search") == "search":
         for grid in _mixed_grids(job, layers, devices, hosts, pins, cutter):
-            assert grid.pattern is not None
-            runs = tuple(cutter.fleet.runs_of(grid.pattern))
             for inner in grid.inner:
-                known[runs, inner] = {*grid.counts}
+                known[grid.runs, inner] = {*grid.counts}
             yield grid
     for replicas, lanes in _sizes(job, layers, devices, pins):
         counts = tuple((count, replicas) for count in _microbatches(job, replicas, pins))
@@ -156,7 +159,7 @@ def _mixed_grids(
                         for shares in row_shares(columns, job.batch // count, time_s)
                     ]
                 if counts:
-                    yield _Grid(lanes, tuple(counts), inner, pattern)
+                    yield _Grid(lanes, tuple(counts), inner, pattern, tuple(cutter.fleet.runs_of(pattern)))
 
 
 def rearrangements(cutter: Cutter, job: Job, decisions: Decisions, pins: Mapping[str, Any]) -> Iterator[Decisions]:

@@ -11,7 +11,7 @@ from typing import Any
 from pipefit.errors import ScheduleError
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.fitting import FIT, MANY, MOVES, choices, fit_layout, tables_of
+from pipefit.plan.fitting import CHOOSING, FIT, MANY, MOVES, choices, fit_layout, tables_of
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.search import evaluate
 from pipefit.plan.space import RECOMPUTE
@@ -48,7 +48,7 @@ def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) 
     many = 3 * layout.stage_count * layout.microbatches > MANY
     found = list(_families(bench, job, pins, layout, many))
     own = best if layout.schedule == FIT else None
-    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), many, own)
+    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), own)
     for one in (*found, *fitted):
         if one.simulation.fits and one.step_s < best.step_s * (1 - SAME) and _obeys(one.decisions, pins):
             best = one
@@ -118,12 +118,11 @@ def _fitted(
     pins: Mapping[str, Any],
     layout: Decisions,
     levels: Sequence[float],
-    many: bool,
     own: Evaluated | None,
 ) -> list[Evaluated]:
     """Orders fitted to each of these limits, rising; `own` is known already."""
     ways = choices(pins, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",)))
-    if len(layout.recompute) == 1 and many:
+    if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.microbatches > CHOOSING:
         ways = [layout.recompute]
     tables = tables_of(bench, job, layout, ways)
     found = [] if own is None else [own]
