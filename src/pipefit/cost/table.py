@@ -16,6 +16,7 @@ import numpy as np
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.curves import stage_overhead_s
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
+from pipefit.cost.memory_end import reduce_copy_bytes, state_share
 from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
@@ -72,6 +73,7 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
+        reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
         receives_ahead=network.over_gloo,
         notes=(*_provenance(network), *layers.notes, *NOTES),
@@ -187,12 +189,6 @@ def tied_parts(work: PipelineWork, lane: int) -> Mapping[str, float]:
             for name in changes:
                 changes[name] -= once[name]
     return changes
-
-
-def state_share(stage: StageWork) -> float:
-    """The largest part of the optimizer state that a replica keeps."""
-    shares = stage.group.axis("replica").shares
-    return max(shares) / sum(shares) if stage.split_state else 1.0
 
 
 def _stored(stage: StageWork, position: int) -> tuple[int, int]:

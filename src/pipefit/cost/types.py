@@ -80,6 +80,8 @@ class CostTable:
     "Per lane: optimizer step, norm included."
     static_bytes: Array
     "Per lane: parameters, gradients, optimizer state, workspace."
+    reduce_copy_bytes: Array = field(default_factory=lambda: np.zeros(1))
+    "Per stage: what its reduction holds from its last backward on (gloo sums a copy of what it scatters)."
     reduce_hidden_s: Mapping[str, Array] = field(default_factory=dict)
     "Keys B and W, the kind of a stage's last backward; per stage: the part of `reduce_s` that runs beside it. Empty:"
     " reductions start when the last backward is over."

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.compile import TaskGraph
-from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints
+from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
 from pipefit.schedule.times import Times, edge_table, match_edges, spread
 
 
@@ -57,6 +57,7 @@ def memory_curves(
         events.add(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
+    _add_reductions(events, graph, costs, times)
     return events.curves(costs.static_bytes, len(graph.schedule.lanes))
 
 
@@ -138,6 +139,15 @@ def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: T
             made, used = made.reshape(-1), used.reshape(-1)
             events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size, SENT)
             events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size, SENT)
+
+
+def _add_reductions(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+    """What the reduction of a stage holds from its last backward until the end."""
+    for stage in np.flatnonzero(np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.stages)):
+        own = np.flatnonzero((graph.stage == stage) & ((graph.kind == B) | (graph.kind == W)))
+        last = own[[int(graph.row[own].argmax())]]
+        size = np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.stages)[stage]
+        events.add(graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, size), SENT)
 
 
 def _index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
