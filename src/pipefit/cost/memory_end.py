@@ -8,6 +8,8 @@ gradient and add to another (`run/tied.py`), and the norm and the update go thro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipefit.cost.memory import GRADIENT_BYTES
 from pipefit.cost.work import PipelineWork, StageWork
 
@@ -36,12 +38,21 @@ def end_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     width = GRADIENT_BYTES[work.precision]
     run, exchanged = ([0.0] * work.lanes for _ in range(2))
     for index, stage in enumerate(work.stages):
-        elements = max(stage.parameters.trainable)
-        shared = [tied.elements for tied in work.tied if index in tied.stages]  # each has a bucket of its own
-        largest = max(elements - sum(shared), *shared, 0) * state_share(stage)
+        shared = [tied.elements for tied in work.tied if index in tied.stages]
+        largest = _largest_bucket(stage, shared) * state_share(stage)
         run[stage.lane] = max(run[stage.lane], 8.0 * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]))
     for tied in work.tied:
         lanes = {work.stages[index].lane for index in tied.stages}
         for lane in lanes if len(lanes) > 1 else ():
             exchanged[lane] += len(lanes) * tied.elements * width  # a copy for each of the others, and of its own
     return tuple(map(max, run, exchanged))
+
+
+def _largest_bucket(stage: StageWork, shared: Sequence[int]) -> int:
+    """At most so many elements are reduced and updated together: shared parameters have buckets of their own, and what
+    is split over the shard axis has others than what is whole there (`run/buckets.py`)."""
+    elements = max(stage.parameters.trainable)
+    if stage.group.axis("shard").size == 1:
+        return max(elements - sum(shared), *shared, 0)
+    whole = max(stage.parameters.whole)
+    return max(elements - whole, whole - sum(shared) if whole >= sum(shared) else whole, *shared)
