@@ -9,8 +9,8 @@ true ones; where a lane then exceeds the limit it is asked for less, one unit at
     python benchmarks/schedules.py --json benchmarks/results/schedules.json    about half an hour
     python benchmarks/schedules.py --quick                                     small problems, under a minute
     python benchmarks/schedules.py --only random                               one part anew; repeat for more
-    python benchmarks/schedules.py --keep-adaptive --json PATH                 only `fit` anew, the slow adaptive search,
-                                                                               which it does not touch, from PATH
+    python benchmarks/schedules.py --keep-adaptive --json PATH                 `fit` anew; the adaptive search, which is
+                                                                               slow and the same again, from PATH
 """
 
 from __future__ import annotations

@@ -200,7 +200,8 @@ def recomputed(costs: CostTable, kept: float) -> CostTable:
 
 @pytest.mark.parametrize("limit", [4.0, 6.0, 16.0])
 def test_recomputation_is_chosen_by_stage_where_it_pays(limit: float) -> None:
-    """With little memory everywhere, with much nowhere, and between on some stages, better than either for all."""
+    """With little memory nearly everywhere (the last stage goes back at once, so keeping costs it little), with much
+    nowhere, and between on some stages, better than either for all."""
     costs = uniform_costs(vee(8), forward_s=28, input_s=28, weight_s=20, transfer_s=4)
     options = {"none": costs, "full": recomputed(costs, 0.2)}
     problem = Problem(placement=vee(8), microbatches=16, limit_bytes=(limit,) * 8)
@@ -210,7 +211,7 @@ def test_recomputation_is_chosen_by_stage_where_it_pays(limit: float) -> None:
     if limit == 6:
         assert set(found.recompute) == {"none", "full"} and found.time_s < 0.99 * min(alone)
     else:
-        assert set(found.recompute) == {"full" if limit == 4 else "none"}
+        assert found.recompute.count("full") >= 14 if limit == 4 else set(found.recompute) == {"none"}
         assert found.time_s < 1.04 * min(alone)
 
 

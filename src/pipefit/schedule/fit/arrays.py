@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.fit import greedy, kernel, moves, pattern_kernel
+from pipefit.schedule.fit import greedy, kernel, moves, pattern_kernel, pattern_passes
 from pipefit.schedule.fit.greedy import Plan
 from pipefit.schedule.fit.instance import B, Floats, I, Instance, Ints
 from pipefit.schedule.fit.kernel import State, Tables, Trial
@@ -191,7 +191,7 @@ def compiled() -> Loops:
     them allocates: without reference counts (`_nrt`) on the arrays that each call hands on, they run twice as fast."""
     import numba
 
-    modules = (kernel, moves, greedy, pattern_kernel)
+    modules = (kernel, moves, greedy, pattern_passes, pattern_kernel)
     text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     digest = hashlib.sha256(text).hexdigest()[:12]
     found: dict[str, Callable[..., Any]] = {}

@@ -109,14 +109,19 @@ def schedule_starts(instance: Instance, schedule: Schedule, t: Tables, loops: Lo
         return
     if fits(t, s, orders):
         yield Start(float(s.value[0]), schedule.name, orders)
-    begin = s.begin.reshape(3, instance.stages, instance.units)
-    back_s = np.where(instance.may_split[:, None], instance.time_s[I], instance.time_s[B])
-    weight = np.where(begin[W] < 1e299, begin[W], begin[I] + back_s)
-    wish = np.concatenate((begin[F], begin[I], weight))
+    wish = wishes(instance, s)
     for merge in merge_choices(instance):
         made = built(instance, t, loops, wish, merge)
         if made is not None:
             yield Start(made.time_s, f"{schedule.name} in memory", made.orders)
+
+
+def wishes(instance: Instance, s: State) -> Floats:
+    """[row, unit]: the starts of a swept state; of a W that is part of a B, the end of I."""
+    begin = s.begin.reshape(3, instance.stages, instance.units)
+    back_s = np.where(instance.may_split[:, None], instance.time_s[I], instance.time_s[B])
+    weight = np.where(begin[W] < 1e299, begin[W], begin[I] + back_s)
+    return np.concatenate((begin[F], begin[I], weight))
 
 
 def allowed(instance: Instance, orders: list[Ints]) -> list[Ints]:

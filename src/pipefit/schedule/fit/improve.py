@@ -23,7 +23,9 @@ from pipefit.schedule.fit.start import Start
 
 RACERS = 8
 FIRST_LENGTH = 1000
-"""Moves of a racer in the first round of the first generation."""
+"""Moves of a racer in the first round of the first generation, if there are enough."""
+LEAST_MOVES = 1000
+"""For each racer; with less there are fewer."""
 CHUNK = 250
 """Moves between two looks at the clock."""
 WEIGHT = 0.02
@@ -70,11 +72,12 @@ def improve(
 ) -> Start:
     """The best orders found from `starts`, which are sorted by time; the first that reach the goal are enough."""
     best = starts[0]
+    racers, first = _race(budget.moves - budget.spent)
     generation = 0
     while budget.take(1) and best.time_s > goal_s:
-        length = FIRST_LENGTH << generation
+        length = first << generation
         draws, hotter = seed + 1000 * generation, min(1.0 + generation, HOTTEST)
-        pool = starts[: 1 if generation and len(starts) == 1 else RACERS]
+        pool = starts[:racers]
         while len(pool) > 1 and budget.take(1):
             pool = [run(instance, t, loops, one, budget, draws + n, length, hotter) for n, one in enumerate(pool)]
             pool = sorted(pool, key=lambda one: one.time_s)[: len(pool) // 2]
@@ -84,6 +87,12 @@ def improve(
             best = min(best, found, key=lambda one: one.time_s)
         generation += 1
     return best
+
+
+def _race(moves: int) -> tuple[int, int]:
+    """(racers, moves of each in the first round) of the first generation, so that it ends within so many moves."""
+    racers = max(1, min(RACERS, moves // LEAST_MOVES))
+    return racers, max(1, min(FIRST_LENGTH, int(moves / (racers * (2 + math.log2(racers))))))
 
 
 def run(

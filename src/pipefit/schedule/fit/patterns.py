@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipefit.schedule.fit.arrays import Loops, state
 from pipefit.schedule.fit.instance import Instance
 from pipefit.schedule.fit.kernel import INFINITE, Tables
-from pipefit.schedule.fit.pattern_kernel import INTERVAL, SORTS, Scratch
+from pipefit.schedule.fit.pattern_passes import INTERVAL, SORTS, Scratch
 from pipefit.schedule.fit.start import Start
 from pipefit.schedule.problem import vee
 

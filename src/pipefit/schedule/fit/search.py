@@ -11,9 +11,18 @@ import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, tables
+from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, state, tables
 from pipefit.schedule.fit.bounds import honest, lower_bound
-from pipefit.schedule.fit.construct import FEW_SPEEDS, all_starts, block_starts, fits, merge_choices, swept
+from pipefit.schedule.fit.construct import (
+    FEW_SPEEDS,
+    Builder,
+    all_starts,
+    block_starts,
+    fits,
+    merge_choices,
+    swept,
+    wishes,
+)
 from pipefit.schedule.fit.extend import extended, few, shortened
 from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
 from pipefit.schedule.fit.instance import Floats, Instance, Objective
@@ -37,6 +46,8 @@ LEAST_PIECE = 500
 KEPT_CHOICES = 3
 CHOICE_SHARE = 0.6
 """Of the moves, what goes into the choice of options: the best few, and the best uniform one."""
+KEPT_STARTS = 3
+"""Of the constructions for each uniform choice, so many are tried on all others."""
 LOOK = 600
 """Moves that one choice of options is looked at with."""
 TUNED = 4
@@ -240,10 +251,10 @@ def _starts(search: Search, instance: Instance, known: list[Start]) -> list[Star
 
 
 def _different(starts: list[Start]) -> list[Start]:
-    """The best few with different names."""
+    """The best few with different names; patterns count as one."""
     by_name: dict[str, Start] = {}
     for start in sorted(starts, key=lambda start: start.time_s):
-        by_name.setdefault(start.name, start)
+        by_name.setdefault("pattern" if start.name.startswith("pattern ") else start.name, start)
     return list(by_name.values())[:TUNED]
 
 
@@ -254,14 +265,26 @@ def _choose(
     constructions."""
 
     mixture = Mixture(problem, options, objective)
+    known: list[tuple[Start, Floats]] = []
+    for one in mixture.uniform:
+        own = tables(one)
+        best = all_starts(one, problem, own, loops)[:KEPT_STARTS]
+        known += [(start, wishes(one, swept(one, own, loops, start.orders))) for start in best]
 
     def value(choice: Choice) -> float:
         instance, t = mixture.of(choice)
         made = list(block_starts(instance, t, loops, merge_choices(instance)[0], FEW_SPEEDS))
+        builder = Builder(instance, t, loops, merge_choices(instance)[0])
+        for start, wish in known:
+            s = state(t, instance, start.orders)
+            if loops.sweep(t, s) and fits(t, s, start.orders):
+                made.append(Start(float(s.value[0]), start.name, start.orders))
+            elif (time_s := builder.value(wish)) < math.inf:
+                made.append(builder.start(time_s, start.name))
         if not made:
             return math.inf
         best = min(made, key=lambda start: start.time_s)
-        return run(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 100)).time_s
+        return run(instance, t, loops, best, budget, seed, min(LOOK, 1 + budget.moves // 400)).time_s
 
     found = choices(problem.stages, tuple(options), value, lambda: time.perf_counter() < budget.until_s)
     if not found:
