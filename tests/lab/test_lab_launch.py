@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -98,6 +100,20 @@ dist.destroy_process_group()
 """
     code, lines = run(lab, "python", script(tmp_path, text))
     assert code == 0 and [line.split("] ", 1)[1] for line in lines] == ["[10.0, 10.0]"] * 4
+
+
+@needs_lab
+def test_ranks_of_emulated_devices_go_before_other_work(lab: Lab, tmp_path: Path) -> None:
+    """Where this user may ask for that at all; with their threads. A lab without paced devices asks for nothing."""
+    probe = "from pipefit.lab.nursery import go_first; print(int(go_first()))"
+    allowed = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
+    text = "import os, threading\nthreading.Thread(target=lambda: print(os.sched_getscheduler(0))).start()"
+    code, lines = run(lab, "python", script(tmp_path, text))
+    assert code == 0 and len(lines) == 4
+    assert {int(line.split()[-1]) for line in lines} == {os.SCHED_RR if allowed == "1" else os.SCHED_OTHER}
+    plain = Lab.open(lab_path(tmp_path, toy_lab(devices={})))
+    code, lines = run(plain, "python", script(tmp_path, text))
+    assert code == 0 and {int(line.split()[-1]) for line in lines} == {os.SCHED_OTHER}
 
 
 @needs_lab
