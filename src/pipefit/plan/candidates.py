@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from pipefit.plan.decisions import Decisions
 from pipefit.plan.floors import Floors
 from pipefit.plan.panel import Panel, spread
 from pipefit.plan.work import Parts
+
+HOPELESS = 2.5
+"""How many times its memory a candidate may need, by a count that takes every lane for the fullest, to be tried."""
 
 
 @dataclass(slots=True)
@@ -96,3 +99,22 @@ class Queue:
     def rest(self) -> Iterator[Decisions]:
         """What is left."""
         return itertools.chain.from_iterable(map(self.panel.told_apart, self._left[self._at :].tolist()))
+
+
+def leanest_first(floors: Floors, space: Sequence[Panel]) -> Iterator[Decisions]:
+    """The candidates of these panels, those that likely need least of their memory first; not those that need more
+    than HOPELESS times of it."""
+    fills, sizes = [], []
+    for panel in space:
+        fills += [spread(one, panel) for one in floors.fills(panel)]
+        sizes += [len(fills[-1])] * len(panel.names)
+    whole = np.concatenate(fills)
+    starts = np.concatenate(([0], np.cumsum(sizes)))
+    owner = [(panel, name) for panel in space for name in panel.names]
+    order = np.argsort(whole, kind="stable")
+    for index in order[: int(np.count_nonzero(whole <= HOPELESS))].tolist():
+        line = int(np.searchsorted(starts, index, side="right")) - 1
+        panel, name = owner[line]
+        decisions = panel.decisions(index - int(starts[line]))
+        if name in panel.able(decisions.microbatches):
+            yield replace(decisions, schedule=name)

@@ -139,16 +139,26 @@ class Floors:
             least = np.maximum(least, total / (1 - (1 - 1 / count) ** panel.lanes))
         return least
 
+    def fills(self, panel: Panel) -> Array:
+        """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
+        the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
+        floor = self.panel(panel)
+        kept = (self._held(panel) * floor.saved_bytes / panel.turns)[:, :, :, None]
+        filled: Array = (floor.static_bytes + kept) / float(floor.lanes @ floor.limit_bytes)
+        return filled
+
+    def _held(self, panel: Panel) -> Array:
+        """[schedule, microbatches, 1]: stage-microbatches on the fullest lane."""
+        counts = [count for count, _ in panel.counts]
+        held = [[most_held(name, panel.lanes, panel.placement, each) for each in counts] for name in panel.names]
+        return np.array(held, dtype=float)[:, :, None]
+
     def guesses_s(self, panel: Panel, floor: PanelFloor) -> Array:
         """What steps likely take (`plan/estimate.py`): [schedule, microbatches, recomputation, ZeRO-1]."""
-        counts = [count for count, _ in panel.counts]
-        count = np.array(counts, dtype=float)[:, None]
+        count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / panel.turns
         f, i = floor.lane_forward_s / panel.turns, floor.lane_backward_s / panel.turns - w
-        held = np.array(
-            [[most_held(name, panel.lanes, panel.placement, each) for each in counts] for name in panel.names],
-            dtype=float,
-        )[:, :, None]
+        held = self._held(panel)
         idle = [idle_s(name, panel.lanes, one, f, i, w) for name, one in zip(panel.names, held, strict=True)]
         kept = (held * floor.saved_bytes / panel.turns)[:, :, :, None]
         filled_s, lack = _filled(floor, floor.static_bytes + kept)

@@ -26,7 +26,7 @@ from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of, order_floor_bytes, table_bound_s
 from pipefit.plan.build import Workbench
-from pipefit.plan.candidates import Candidate, Queue
+from pipefit.plan.candidates import Candidate, Queue, leanest_first
 from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
 from pipefit.plan.decisions import Decisions, check_decisions
@@ -95,18 +95,10 @@ def search(
 
 
 def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
-    """Whether `search` would find a plan: the candidates that lack least first, until one fits or TRIES simulated ones
-    do not. Raises PlanError as `search` does."""
-    choices = [one for panel in _panels(bench, job, pins) for one in panel.all()]
-    missing = [least_missing_bytes(bench.cutter, job, choice) for choice in choices]
-    order = sorted((least, index) for index, least in enumerate(missing) if least <= 0)
+    """Whether `search` would find a plan: the leanest candidates first, until one fits or TRIES simulated ones do
+    not. Raises PlanError as `search` does."""
     searcher = _Search(bench, job, pins, 1, None)
-    for _, index in order:
-        candidate = Candidate(choices[index])
-        while searcher.look_closer(candidate, 0.0) is not None:
-            pass
-        if searcher.fitting or searcher.simulated >= TRIES:
-            break
+    searcher.any_that_fits(_panels(bench, job, pins))
     return bool(searcher.fitting)
 
 
@@ -203,6 +195,17 @@ class _Search:
                 heapq.heappush(heap, (item.key_s, index))
         if self.progress is not None:
             self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
+
+    def any_that_fits(self, space: Sequence[Panel]) -> None:
+        """Look for any plan that fits: the leanest candidates first, until TRIES were simulated or PATIENCE is spent."""
+        for decisions in leanest_first(self.floors, space):
+            if least_missing_bytes(self.bench.cutter, self.job, decisions) > 0:
+                continue
+            candidate = Candidate(decisions)
+            while self.look_closer(candidate, 0.0) is not None:
+                pass
+            if self.fitting or self.simulated >= TRIES or self.spent > PATIENCE:
+                return
 
     def _rearrange(self) -> None:
         """Where kinds of devices differ: from the best plans of a few grids, kinds are moved step by step, as long as

@@ -1,0 +1,37 @@
+"""The memory of a lane under any cut, read off the order, against the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from plan_toys import toy_cluster, toy_model
+
+from pipefit.plan.build import Workbench
+from pipefit.plan.cut_memory import CutMemory
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.order import computed_schedule
+from pipefit.plan.types import Job
+from pipefit.schedule.families import FAMILIES
+from pipefit.simulate import simulate
+
+JOB = Job(batch=16, sequence=512, precision="bfloat16")
+
+
+@pytest.mark.parametrize("family", ["1f1b", "interleaved-1f1b", "zb-h1", "v-half", "zb-v"])
+def test_peaks_are_those_of_the_simulator_without_its_buffers(family: str) -> None:
+    bench, seen = Workbench(toy_model(9), toy_cluster(1, 3)), set()
+    placement = FAMILIES[family].placement(3)
+    layers = len(bench.module.layers)
+    for seed in range(6):
+        cuts = tuple(sorted(random.Random(seed).sample(range(1, layers), len(placement) - 1)))
+        decisions = Decisions(cuts=cuts, placement=placement, schedule=family, microbatches=12)
+        parts = bench.parts(JOB, decisions)
+        costs = bench.costs(parts)
+        computed = computed_schedule(family, parts, costs)
+        found = CutMemory(computed, bench.cutter.rows(JOB, decisions)).peaks((0, *cuts, layers))
+        for lane, curve in enumerate(simulate(computed, costs).memory):
+            assert found[lane] <= curve.peak_bytes * (1 + 1e-12)
+            assert curve.peak_bytes - curve.buffers_bytes <= found[lane] * (1 + 1e-12)
+        seen |= {*found}
+    assert len(seen) > 6, "cuts differ in what lanes need"
