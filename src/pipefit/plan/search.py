@@ -197,7 +197,7 @@ class _Search:
             self.progress(len(heap), self.simulated, self.fitting[0].step_s if self.fitting else None)
 
     def any_that_fits(self, space: Sequence[Panel]) -> None:
-        """Look for any plan that fits: the leanest candidates first, until TRIES were simulated or PATIENCE is spent."""
+        """Look for any plan that fits: the leanest candidates first, up to TRIES simulations and PATIENCE of work."""
         for decisions in leanest_first(self.floors, space):
             if least_missing_bytes(self.bench.cutter, self.job, decisions) > 0:
                 continue
