@@ -139,3 +139,21 @@ def test_quick_contention(tmp_path: Path) -> None:
     (lab,) = result["labs"]
     assert len(lab["plans"]) == 3 and all(each["measured_s"] > 0.1 for each in lab["plans"])
     assert f"{result['errors']['simulator']['mean_error']:.1%}" in done.stdout
+
+
+def test_the_committed_comparison_reaches_its_targets_and_is_quoted() -> None:
+    from contention import LABS, SIMULATOR, errors_of, reached
+
+    result = json.loads((BENCHMARKS / "results" / "contention.json").read_text())
+    assert [lab["lab"] for lab in result["labs"]] == list(LABS)
+    rows = [row for lab in result["labs"] for row in lab["plans"] if row["valid"]]
+    assert len(rows) >= 24 and reached(result)
+    assert result["errors"] == errors_of(rows)
+    assert all(result["errors"][name]["mean_error"] > 2 * result["errors"][SIMULATOR]["mean_error"]
+               for name in ("uniform", "pipette"))  # fmt: skip
+    text = (ROOT / "docs" / "simulator.md").read_text()
+    for title, errors in (*((lab["lab"], lab["errors"]) for lab in result["labs"]), ("all", result["errors"])):
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {title} |"))
+        for name in ("uniform", "pipette", "closed form", "without sharing", SIMULATOR):
+            each = errors[name]
+            assert f"{each['mean_error']:.1%} ({each['max_error']:.1%}) {each['rank_correlation']:.2f}" in line
