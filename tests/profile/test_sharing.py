@@ -96,7 +96,7 @@ def test_ports_are_told_from_limits_of_pairs(count: int, port: float) -> None:
         used = [h for hub in group for h in (hub.middle, *hub.ends)]
         assert len(used) == len(set(used))
     assert len(groups) <= 6
-    out, into = ports(groups, SIZE, 3, network.measure)
+    out, into = ports(groups, rates_of(network), SIZE, 3, network.measure)
     for found in (out, into):
         for each in found.values():
             assert each.shared == (port == 1e9)
@@ -108,9 +108,21 @@ def test_ports_are_told_from_limits_of_pairs(count: int, port: float) -> None:
 def test_one_slow_port_is_found_among_others() -> None:
     network = Contended(8, port=3e9)
     network.port[5] = 5e8
-    out, _ = ports(hubs(range(8), rates_of(network)), SIZE, 3, network.measure)
+    out, _ = ports(hubs(range(8), rates_of(network)), rates_of(network), SIZE, 3, network.measure)
     assert [h for h, each in out.items() if each.shared] == [5]
     assert out[5].bytes_per_s == pytest.approx(5e8, rel=0.1)
+
+
+def test_what_short_messages_gain_is_not_ascribed_to_a_port() -> None:
+    """A network that lets the first 50 kB of every message through for nothing, and messages of 250 kB."""
+    network = Contended(4, port=1e9)
+
+    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+        return network.measure(pairs, size - 50_000)
+
+    out, into = ports(hubs(range(4), rates_of(network)), rates_of(network), 250_000, 3, measure)
+    for each in (*out.values(), *into.values()):
+        assert each.shared and each.bytes_per_s == pytest.approx(1e9, rel=0.06)
 
 
 def test_uplinks_carry_what_is_found() -> None:

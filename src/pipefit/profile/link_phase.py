@@ -210,7 +210,7 @@ class BetweenHosts:
 
         told = [[from_data(Hub, hub, "hub") for hub in each] for each in self._agree(groups)]
         size, repeats = self.shared_bytes, min(3, self.repeats)
-        found = ports(told, size, repeats, self._unless_lost)
+        found = ports(told, rates, size, repeats, self._unless_lost)
         names = {rank: self.session.members[rank].host for rank in self.ranks}
         ways: list[Uplink] = []
         if classes:

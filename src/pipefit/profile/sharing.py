@@ -175,9 +175,11 @@ class Port:
 
 
 def ports(
-    groups: Sequence[Sequence[Hub]], size: int, repeats: int, measure: Measure, *, seed: int = 0
+    groups: Sequence[Sequence[Hub]], rates: Rates, size: int, repeats: int, measure: Measure, *, seed: int = 0
 ) -> tuple[dict[int, Port], dict[int, Port]]:
-    """(out, in) of every hub: two messages at the same time against each alone, in shuffled order."""
+    """(out, in) of every hub: two messages at the same time against each alone, in shuffled order. What they reach is
+    counted in the links' rates for large messages: short ones gain by what the network lets through at once."""
+    ends = {hub.middle: hub.ends for each in groups for hub in each}
     order = random.Random(seed)
     jobs = [(group, turned, which) for group in groups for turned in (False, True) for which in ((0,), (1,), (0, 1))]
     times: dict[tuple[int, bool, tuple[int, ...]], list[float]] = {}
@@ -192,8 +194,10 @@ def ports(
     result: tuple[dict[int, Port], dict[int, Port]] = ({}, {})
     for (middle, turned, which), taken in times.items():
         if len(which) == 2 and (middle, turned, (0,)) in times and (middle, turned, (1,)) in times:
-            slower_s = max(min(times[middle, turned, (i,)]) for i in (0, 1))
-            result[turned][middle] = Port(2 * size / min(taken), min(taken) > TWO * slower_s)
+            alone_s = [min(times[middle, turned, (i,)]) for i in (0, 1)]
+            ways = _turned([(middle, end) for end in ends[middle]], turned)
+            scale = [rates[way] * time_s / size for way, time_s in zip(ways, alone_s, strict=True)]
+            result[turned][middle] = Port(sum(scale) * size / min(taken), min(taken) > TWO * max(alone_s))
     return result
 
 
