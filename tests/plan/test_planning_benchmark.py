@@ -1,0 +1,57 @@
+"""`benchmarks/planning.py --quick` runs; its mixed clusters are what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from pipefit.cluster import parse_spec
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmark() -> ModuleType:
+    path = ROOT / "benchmarks" / "planning.py"
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location("planning_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["planning_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_mixed_clusters_have_two_kinds_and_links_that_differ() -> None:
+    skewed = benchmark().skewed
+    base = parse_spec("64x8xH100:400Gbit/s")
+    made, again = skewed(base, "A100-80"), skewed(base, "A100-80")
+    assert made == again, "seeded"
+    assert [host.kind for host in made.hosts[:4]] == ["H100", "A100-80", "H100", "A100-80"]
+    bandwidth = np.array(made.rails[0].bandwidth_bytes_per_s)[~np.eye(64, dtype=bool)]
+    assert np.log(bandwidth).std() == pytest.approx(0.35, rel=0.05)
+    assert bandwidth.mean() == pytest.approx(50e9, rel=0.05)
+
+
+@pytest.mark.slow
+def test_quick_plans_the_small_cases(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "planning.py"), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    assert str(ROOT) not in text and str(tmp_path) not in text
+    result = json.loads(text)
+    assert {"commit", "date", "machine", "packages", "command", "python"} <= set(result["provenance"])
+    assert {*result["cases"]} == {"64 devices, 8B", "64 mixed devices, 8B"}
+    uniform, mixed = result["cases"]["64 devices, 8B"], result["cases"]["64 mixed devices, 8B"]
+    assert uniform["lower_bound"] < mixed["lower_bound"] <= mixed["predicted_step"]
+    assert uniform["predicted_step"] < mixed["predicted_step"] < 2 * uniform["predicted_step"]
+    assert mixed["kinds"]["H100"] == 32, "all fast devices are taken"
