@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,6 +224,25 @@ def test_the_same_again() -> None:
     hurried = fit(problem, moves=10**9, seconds=0.05)
     verified(problem, hurried)
     assert hurried.moves < 10**7
+
+
+def test_seconds_are_the_whole_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound, merging and simulation included; by the processor's clock, which other work on the machine leaves alone."""
+    costs = uneven(8, 3, forward_s=28, input_s=28, weight_s=20, transfer_s=4)
+    problem = Problem(placement=vee(8), microbatches=32, costs=costs, limit_bytes=(9.0,) * 8)
+    fit(problem, moves=300)  # compiled, families built
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
+    began = time.process_time()
+    found = fit(problem, moves=10**9, seconds=1.5)
+    assert 1.0 < time.process_time() - began < 1.65
+    verified(problem, found)
+
+
+def test_what_reaches_the_bound_ends_the_search() -> None:
+    costs = uniform_costs(vee(8), forward_s=28, input_s=28, weight_s=20, transfer_s=4)
+    problem = Problem(placement=vee(8), microbatches=32, costs=costs, limit_bytes=(10.0,) * 8)
+    found = fit(problem, moves=10**9, objective="span")
+    assert found.gap < 1e-9 and found.moves < 10**6
 
 
 def test_the_family_fits_unit_time_and_costs() -> None:
