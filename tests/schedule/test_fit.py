@@ -227,7 +227,7 @@ def test_the_same_again() -> None:
 
 
 def test_seconds_are_the_whole_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound, merging and simulation included; by the processor's clock, which other work on the machine leaves alone."""
+    """Bound, merging and simulation included; by the processor's clock, which other work leaves alone."""
     costs = uneven(8, 3, forward_s=28, input_s=28, weight_s=20, transfer_s=4)
     problem = Problem(placement=vee(8), microbatches=32, costs=costs, limit_bytes=(9.0,) * 8)
     fit(problem, moves=300)  # compiled, families built
