@@ -36,8 +36,9 @@ from ranks import in_ranks, join_group
 RISK = 0.05
 """What a plan is refused above."""
 LIMITS = {"mean error": 0.04, "under-estimates beyond the margin": 0, "refused although they fit": 0.10}
-SWEEP = np.linspace(0.9, 1.1, 41)
-"""Limits that are swept, as shares of what a plan needs: half of them too small for it."""
+COUNT = 41
+"""Limits of a sweep: evenly spaced in their logarithm from the least to the most that any plan needs, the same for all
+plans; and, closer, from 0.9 to 1.1 of what each plan needs by itself."""
 BASE = {
     "vocab_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -251,13 +252,18 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
     raw = np.array([sum(run["parts"].values()) for run in judged])
     corrected = np.array([one.expected_bytes for one in estimates])
     margins = np.array([one.margin_bytes for one in estimates])
-    refused = np.array(
-        [[one.risk(share * size) > RISK for share in SWEEP] for one, size in zip(estimates, bytes_, strict=True)]
+    sweeps = (
+        np.broadcast_to(np.geomspace(bytes_.min(), bytes_.max(), COUNT), (len(bytes_), COUNT)),
+        bytes_[:, None] * np.linspace(0.9, 1.1, COUNT),
     )
+    risky = [
+        np.array([[one.risk(limit) > RISK for limit in row] for one, row in zip(estimates, sweep, strict=True)])
+        for sweep in sweeps
+    ]
     for run, one in zip(judged, estimates, strict=True):
         run |= {"expected": one.expected_bytes, "margin": one.margin_bytes, "distance": one.distance}
     bare, none = raw - WORKSPACE_BYTES, np.zeros(len(raw))
-    swept = bytes_[:, None] * SWEEP
+    above = [[value[:, None] > sweep for sweep in sweeps] for value in (raw, bare)]
     errors = np.abs(corrected / bytes_ - 1)
     devices = np.array([run["case"]["devices"] for run in judged])
     return {
@@ -269,9 +275,9 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
             "most_devices": correction.most_devices,
         },
         "figures": {
-            "analytic": figures(raw, none, bytes_, raw[:, None] > swept),
-            "analytic, without the assumed workspace": figures(bare, none, bytes_, bare[:, None] > swept),
-            "corrected": figures(corrected, margins, bytes_, refused),
+            "analytic": figures(raw, none, bytes_, sweeps, above[0]),
+            "analytic, without the assumed workspace": figures(bare, none, bytes_, sweeps, above[1]),
+            "corrected": figures(corrected, margins, bytes_, sweeps, risky),
         },
         "by_devices": {str(count): float(errors[devices == count].mean()) for count in np.unique(devices)},
         "learned": learned,
@@ -279,10 +285,12 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
     }
 
 
-def figures(expected: Any, margins: Any, measured: Any, refused: Any) -> dict[str, float]:
-    """Errors of estimates; and of the pairs (plan, limit) of the sweep, who is refused wrongly, who is let through."""
+def figures(expected: Any, margins: Any, measured: Any, sweeps: Any, refused: Any) -> dict[str, float]:
+    """Errors of estimates; of the pairs (plan, limit) of both sweeps, who is refused wrongly, who is let through."""
     errors = expected / measured - 1
-    fits = np.broadcast_to(SWEEP >= 1.0, refused.shape)
+    fits = [measured[:, None] <= sweep for sweep in sweeps]
+    wrongly = [float((no & fit).sum() / max(1, no.sum())) for no, fit in zip(refused, fits, strict=True)]
+    through = [float((~no & ~fit).sum() / max(1, (~no).sum())) for no, fit in zip(refused, fits, strict=True)]
     return {
         "runs": len(errors),
         "mean error": float(np.abs(errors).mean()),
@@ -290,8 +298,10 @@ def figures(expected: Any, margins: Any, measured: Any, refused: Any) -> dict[st
         "largest over-estimate": float(max(0.0, errors.max())),
         "mean margin": float((margins / measured).mean()),
         "under-estimates beyond the margin": int((measured > expected + margins).sum()),
-        "refused although they fit": float((refused & fits).sum() / max(1, refused.sum())),
-        "accepted although they do not fit": float((~refused & ~fits).sum() / max(1, (~refused).sum())),
+        "refused although they fit": wrongly[0],
+        "refused although they fit, limits within 10 %": wrongly[1],
+        "accepted although they do not fit": through[0],
+        "accepted although they do not fit, limits within 10 %": through[1],
     }
 
 
@@ -352,13 +362,16 @@ def print_table(result: dict[str, Any]) -> None:
     known = result["correction"]
     print(f"learned from {known['plans']} plans ({known['runs']} ranks) of at most {known['most_devices']} devices")
     print("  " + ", ".join(f"{name} {value:.3f}" for name, value in known["coefficients"].items()))
-    heads = f"{'mean error':>11}{'under by':>10}{'over by':>10}{'beyond':>8}{'refused, fit':>14}{'let through':>13}"
+    heads = f"{'mean error':>11}{'under by':>10}{'over by':>10}{'beyond':>8}{'refused, fit':>14}{'within 10 %':>13}"
+    heads += f"{'let through':>13}{'within 10 %':>13}"
     print(" " * 42 + heads)
     for name, one in result["figures"].items():
         print(
             f"{name:<42}{one['mean error']:>11.2%}{one['largest under-estimate']:>10.2%}"
             f"{one['largest over-estimate']:>10.1%}{one['under-estimates beyond the margin']:>8}"
-            f"{one['refused although they fit']:>14.1%}{one['accepted although they do not fit']:>13.1%}"
+            f"{one['refused although they fit']:>14.1%}{one['refused although they fit, limits within 10 %']:>13.1%}"
+            f"{one['accepted although they do not fit']:>13.1%}"
+            f"{one['accepted although they do not fit, limits within 10 %']:>13.1%}"
         )
     for devices, error in result["by_devices"].items():
         count = sum(run["case"]["devices"] == int(devices) for run in result["judged"])
