@@ -237,3 +237,31 @@ def test_floors_are_below_every_cut() -> None:
             assert max(floor.lane_s[index, 0], floor.largest_s[index, 0]) <= slowest * (1 + 1e-9)
             seen += len({*map(id, rows)}) > 1
     assert seen > 3, "lanes of several kinds must be among them"
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"shards": (1, 1), "sharding": "megatron-sp"},
+        {"replicas": (2, 1), "stages": 1},
+        {"recompute": ("full", "none")},
+        {"replicas": (1, 1), "devices": 4},
+        {"mapping": "hostname"},
+    ],
+    ids=str,
+)
+def test_pins_are_obeyed_on_several_kinds(pins: dict[str, object]) -> None:
+    bench = Workbench(toy_model(4), cluster((FAST, 2), (SLOW, 2)))
+    found = search(bench, replace(JOB, batch=12), {"schedule": "1f1b", "zero1": False, **pins}).fitting[0].decisions
+    for key, value in pins.items():
+        if key == "mapping":
+            assert found.devices == ()
+        elif key == "devices":
+            assert found.device_count == value
+        elif key == "stages":
+            assert found.stage_count == value
+        else:
+            assert getattr(found, key) == value
+    if pins.get("replicas") == (2, 1):
+        kinds = [bench.network.kinds[device].name for device in found.lane_devices()[0]]
+        assert kinds[0] == "fast", "the larger share is the faster device's"

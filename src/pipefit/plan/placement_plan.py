@@ -137,11 +137,11 @@ def _order(lowered: Schedule) -> Schedule:
 def _note(best: Evaluated, own: Evaluated, before: Evaluated, listed: int) -> str:
     """What the placement gained, for the plan's notes."""
     tried = f"devices placed for {listed} candidate{'s' if listed > 1 else ''}"
-    order = "kinds put together, hosts in their order" if own.decisions.devices else "hostname order"
+    order = "with kinds put together" if own.decisions.devices else "in hostname order"
     if best.decisions.devices == own.decisions.devices:
-        return f"placement: {order}; {tried}, none of them faster"
+        return f"placement: {order.removeprefix('in ')}; {tried}, none of them faster"
     gain = 1 - best.step_s / own.step_s
-    text = f"placement: searched; {gain:.1%} less than this plan in {order} ({format_seconds(own.step_s)})"
+    text = f"placement: searched; {gain:.1%} less than this plan {order} ({format_seconds(own.step_s)})"
     if before is not own:
         text += f", {1 - best.step_s / before.step_s:.1%} less than the best plan before devices were placed"
     return f"{text}; {tried}"
