@@ -1,0 +1,47 @@
+"""The benchmark of memory estimates runs; docs/memory.md quotes the committed result, which is within its limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_quick_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = [sys.executable, ROOT / "benchmarks" / "memory_estimates.py", "--quick", "--json", out]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
+    result = json.loads(out.read_text())
+    assert "corrected" in done.stdout and "commit" in result["provenance"]
+    assert {run["case"]["devices"] for run in result["judged"]} == {8} and len(result["judged"]) == 4
+    figures = result["figures"]["corrected"]
+    assert figures["mean error"] <= 0.04 and figures["under-estimates beyond the margin"] == 0
+    assert figures["mean error"] < result["figures"]["analytic"]["mean error"]
+
+
+def test_the_page_quotes_the_committed_result() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "memory_estimates.json").read_text())
+    page = (ROOT / "docs" / "memory.md").read_text()
+    for name, one in result["figures"].items():
+        shares = [
+            one[f"{who}{where}"]
+            for who in ("refused although they fit", "accepted although they do not fit")
+            for where in ("", ", limits within 10 %")
+        ]
+        errors = [one["mean error"], one["largest under-estimate"], one["largest over-estimate"]]
+        row = " | ".join([f"| {name}", *(f"{error:.2%}" for error in errors), *(f"{share:.1%}" for share in shares)])
+        assert row.replace("%", " %") in page
+    corrected, limits = result["figures"]["corrected"], result["limits"]
+    assert all(corrected[name] <= limit for name, limit in limits.items())
+    assert corrected["runs"] >= 60 and result["correction"]["most_devices"] <= 4
+    assert {run["case"]["devices"] for run in result["judged"]} == {8, 16}
+    assert f"{result['correction']['plans']} plans" in page and f"{corrected['runs']} plans" in page
+    assert result["real"] and all(one["largest_difference"] <= 0.002 for one in result["real"])
