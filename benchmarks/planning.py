@@ -3,9 +3,9 @@
 Of one kind, and of two kinds with host matrices like measured ones (seeded lognormal factors, sigma 0.35 in bandwidth
 and 0.2 in latency). Each case runs in a process of its own. Capturing the model's operator graphs (with torch, once a
 model) is timed apart. Finding the plan, fitted orders and placement included, is bounded by 10 s on two cores for 1,024
-devices, and by 60 s for 8,192; what follows is timed apart: the sensitivity to a better cluster, and the curve of memory
-against time on the plan's layout. Both wall clock and CPU time stand in the result: on a machine that does other work
-they differ, and the CPU time is what the search needs (it runs on one core).
+devices, and by 60 s for 8,192; what follows is timed apart: the sensitivity to a better cluster, and the curve of
+memory against time on the layout of the plan. Both wall clock and CPU time stand in the result: on a machine that does
+other work they differ, and the CPU time is what the search needs (it runs on one core).
 
     python benchmarks/planning.py [--quick] [--only CASE] [--json PATH]
 """
