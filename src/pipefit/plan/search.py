@@ -56,6 +56,9 @@ DEVICE for each device of a cost table. Only large clusters come near it, with f
 MANY_DEVICES = 2048
 """For every so many devices a search may spend its budgets once more: a look costs more there."""
 
+MIXED = 0.5
+"""The part of its budgets that a search on several kinds of devices spends: it also has more candidates to list."""
+
 PATIENCE = 200_000
 """Work after which even a search that has found nothing that fits stops, and says so."""
 
@@ -120,7 +123,7 @@ class _Search:
         self.top = top
         self.progress = progress
         self.floors = Floors(bench.cutter, job)
-        self.share = max(1, bench.network.devices // MANY_DEVICES)
+        self.share = max(MIXED if bench.cutter.fleet.mixed else 1.0, bench.network.devices / MANY_DEVICES)
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
@@ -245,7 +248,7 @@ class _Search:
         heap = [(item.bound_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
         until = self.simulated + EXTRA_SIMULATIONS
-        self.spent = 3 * self.share * BUDGET // 4
+        self.spent = int(0.75 * self.share * BUDGET)
         while heap and self.fitting and self.simulated < until and self.spent <= self.share * BUDGET:
             bound_s, index = heapq.heappop(heap)
             if len(self.fitting) >= self.top and bound_s > self.fitting[self.top - 1].step_s:
