@@ -154,6 +154,25 @@ def test_after_sigkill_the_ranks_are_dead_and_down_removes_the_rest(lab: Lab, tm
 
 
 @needs_lab
+def test_the_next_lab_removes_one_whose_command_was_killed(lab: Lab, tmp_path: Path) -> None:
+    before = kernel_state(lab.path)
+    process, _, _ = start_run(lab, tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    with lifecycle.use(Lab.open(lab_path(other, toy_lab()))):
+        assert lifecycle.stands(lab) is False and netns.standing(lab.prefix), "what is in use stays"
+    process.kill()
+    process.communicate(timeout=60)
+    assert netns.standing(lab.prefix)
+    with lifecycle.use(Lab.open(lab_path(other, toy_lab()))):
+        assert not netns.standing(lab.prefix)
+    assert kernel_state(lab.path) == before
+    lifecycle.up(lab)
+    with lifecycle.use(Lab.open(lab_path(other, toy_lab()))):
+        assert lifecycle.stands(lab), "a lab that was brought up waits for its commands"
+
+
+@needs_lab
 def test_run_in_a_lab_that_stands_leaves_it_standing(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     from pipefit.lab.launch import run
 

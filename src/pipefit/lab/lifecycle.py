@@ -86,6 +86,7 @@ def up(lab: Lab) -> None:
     """Make the lab, after removing what is left of an earlier one. On any failure or signal nothing is left behind."""
     netns.require()
     require_memory(device_count(lab.file.cluster), available_bytes(), str(lab.path))
+    remove_abandoned()
     with _signals_stop(), _lock(lab.path):
         remove(lab.path)
         try:
@@ -114,6 +115,7 @@ def use(lab: Lab) -> Iterator[None]:
     SIGINT, SIGTERM and SIGHUP raise `Stopped` inside.
     """
     netns.require()
+    remove_abandoned()
     with _signals_stop(), _lock(lab.path):
         own = not stands(lab)
         try:
@@ -145,7 +147,27 @@ def stands(lab: Lab) -> bool:
 
 def remove(path: str | Path) -> list[str]:
     """Kill and delete everything of the lab of this file. The caller holds its lock."""
-    ident = lab_id(path)
+    return _remove(lab_id(path))
+
+
+def remove_abandoned() -> list[str]:
+    """Delete the labs that were made for a command whose process was killed: their locks name a dead process. Labs
+    that were brought up stay. The names of what was removed."""
+    names = []
+    for place in state_folder().glob("*.lock"):
+        ident = place.stem
+        if _state(ident).exists():
+            continue
+        with contextlib.suppress(OSError), place.open("r+") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = handle.read().strip()
+            if owner.isdigit() and not Path("/proc", owner).exists():
+                names += _remove(ident)
+                place.unlink()
+    return names
+
+
+def _remove(ident: str) -> list[str]:
     names = netns.standing(f"{netns.PREFIX}{ident}-")
     netns.remove(names)
     with contextlib.suppress(FileNotFoundError):
