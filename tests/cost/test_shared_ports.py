@@ -143,6 +143,29 @@ def test_equal_work_between_the_same_hosts_waits_in_one_queue() -> None:
     assert found.flows["B", 0, 0, 0].queue not in queues, "the way back is another link"
 
 
+def test_collectives_inside_actions_share_the_ports_that_replicas_share() -> None:
+    """Shards on two hosts. Two replicas on the same hosts: each takes what both together do. On hosts of their own:
+    each takes what its own links do, and only the second, whose link has a quarter of the rate, is as slow as both."""
+
+    def forward_s(devices: tuple[int, ...], each: int) -> tuple[float, float, float]:
+        cluster = measured(None, devices=each, rates={(2, 3): 0.25, (3, 2): 0.25})
+        found, bench = contention_of(
+            cluster, replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices
+        )
+        parts = bench.parts(
+            Job(batch=64, sequence=64, precision="float32"),
+            Decisions(replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2, devices=devices),
+        )
+        together = float(bench.costs(parts).actions["F"].time_s.max())
+        one, two = (float(table.actions["F"].time_s.max()) for table in found.pipelines)
+        return one, two, together
+
+    one, two, together = forward_s((0, 2, 1, 3), 2)
+    assert one == two == together
+    one, two, together = forward_s((0, 1, 2, 3), 1)
+    assert two == together and one == pytest.approx(two / 4, rel=0.01)
+
+
 def test_many_replicas_go_in_step() -> None:
     wide = parse_spec(f"{MOST_PIPELINES + 2}x2xA100-80:1GB/s")
     replicas = (1,) * (MOST_PIPELINES + 1)

@@ -16,7 +16,7 @@ from pipefit.cost.collectives import passes_backwards
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import action_tables, edge_cost, replica_rings, slice_places, stage_cost
+from pipefit.cost.table import action_tables, edge_cost, replica_rings, shard_rings, slice_places, stage_cost
 from pipefit.cost.types import Contention, CostTable, Flow, FlowKey
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
@@ -40,7 +40,7 @@ class _Load:
 def with_contention(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
     """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`."""
     works = _pipelines(work)
-    tables = tuple(_alone(one, costs, network, layers) for one in works) if len(works) > 1 else (costs,)
+    tables = tuple(_alone(one, work, costs, network, layers) for one in works) if len(works) > 1 else (costs,)
     loads: dict[FlowKey, _Load] = {}
     for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
         for index, edge in enumerate(one.edges):
@@ -99,13 +99,30 @@ def _edge_of(edge: EdgeWork, devices: set[int]) -> EdgeWork:
     )
 
 
-def _alone(one: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts) -> CostTable:
-    """The times of one pipeline."""
-    found = [
-        [stage_cost(stage, tokens, past, one, network, layers) for tokens, past in slice_places(stage.slices)]
-        for stage in one.stages
-    ]
+def _alone(one: PipelineWork, work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts) -> CostTable:
+    """The times of one pipeline, `one` of `work`."""
+    found = []
+    for stage, whole in zip(one.stages, work.stages, strict=True):
+        rings = _beside(stage, whole, network)
+        places = slice_places(stage.slices)
+        found.append([stage_cost(stage, tokens, past, one, network, layers, rings) for tokens, past in places])
     return replace(costs, actions=action_tables(found), edges=tuple(edge_cost(edge, network) for edge in one.edges))
+
+
+def _beside(stage: StageWork, whole: StageWork, network: Network) -> tuple[tuple[int, ...], ...]:
+    """The shard groups whose collectives slow down those of `stage`, one replica of `whole`: its own, and those of
+    other replicas that use one of its ports, which do the same at about the same time."""
+    if stage.group.axis("shard").size == 1:
+        return ()
+    own = {port for ring in shard_rings(stage) for port in _ring_ports(ring, network)}
+    return tuple(ring for ring in shard_rings(whole) if own & _ring_ports(ring, network))
+
+
+def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
+    """What a ring loads, whichever way it goes round."""
+    order = sorted(ring)
+    hops = [*zip(order, (*order[1:], order[0]), strict=True)]
+    return {port for a, b in (*hops, *((b, a) for a, b in hops)) for port, _ in network.loads(a, b, 1.0, 1.0)}
 
 
 def _transfer(messages: Messages, port_s: float, network: Network) -> _Load | None:

@@ -86,10 +86,18 @@ def slice_places(slices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def stage_cost(
-    stage: StageWork, tokens: int, past: int, work: PipelineWork, network: Network, layers: LayerCosts
+    stage: StageWork,
+    tokens: int,
+    past: int,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> StageCost:
-    """Sums over the stage's layers, for the worst device of its group."""
-    worst = [_sum_layers(costs) for costs in _costs_by_place(stage, tokens, past, work.precision, network, layers)]
+    """Sums over the stage's layers, for the worst device of its group. `rings`: the shard groups whose collectives
+    run at the same time; None: the stage's own."""
+    each = _costs_by_place(stage, tokens, past, work.precision, network, layers, rings)
+    worst = [_sum_layers(costs) for costs in each]
     return StageCost(*(max(column) for column in zip(*worst, strict=True)))
 
 
@@ -225,10 +233,16 @@ def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int,
 
 
 def _costs_by_place(
-    stage: StageWork, tokens: int, past: int, precision: Precision, network: Network, layers: LayerCosts
+    stage: StageWork,
+    tokens: int,
+    past: int,
+    precision: Precision,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
 ) -> Iterator[list[LayerCost]]:
     """The cost of every layer, for each distinct device of the group."""
-    rings = shard_rings(stage) if stage.group.axis("shard").size > 1 else None
+    rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
     collective = _shard_collective(network, rings) if rings else None
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
