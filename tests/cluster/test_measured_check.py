@@ -15,6 +15,7 @@ from pipefit.cluster.measured import (
     CollectiveCurve,
     LayerCurve,
     LinkCurve,
+    LinkMethod,
     Measured,
     RailCurve,
     Sharing,
@@ -84,6 +85,7 @@ def test_curves_that_cannot_be(measured: dict[str, Any], message: str, place: st
 SHARING = Sharing(
     out_bytes_per_s=(1e9, 1e9), out_shared=(True, False), in_bytes_per_s=(1e9, 1e9), in_shared=(False, False)
 )
+METHOD = LinkMethod(rounds=1, full_rounds=1, repeats=3, noise=0.01, order_share=0.0)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,19 @@ SHARING = Sharing(
             "An uplink names hosts that the file does not have",
             "sharing.uplinks[0].hosts",
         ),
+        (
+            {
+                "sharing": replace(
+                    SHARING, uplinks=(Uplink(hosts=("host0",), up_bytes_per_s=-1.0, down_bytes_per_s=1.0),)
+                )
+            },
+            "figure is impossible",
+            "sharing.uplinks[0].up_bytes_per_s",
+        ),
+        ({"sharing": replace(SHARING, out_shared=(True,))}, "not one figure for each host", "sharing.out_shared"),
+        ({"error": ((0.0, 0.1),)}, "The matrix has a wrong shape.", "network.error"),
+        ({"error": ((0.0, -0.1), (0.1, 0.0))}, "figure is impossible", "network.error"),
+        ({"method": replace(METHOD, classes=(0, 0, 1))}, "not one figure for each host", "method.classes"),
     ],
 )
 def test_what_a_rail_says_beside_its_times_that_cannot_be(rail: dict[str, Any], message: str, place: str) -> None:

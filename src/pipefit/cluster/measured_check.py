@@ -89,7 +89,19 @@ def _rail(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[Cluster
             if a != b:
                 times = [matrix[a][b] for matrix in rail.time_s]
                 yield from _curve(rail.sizes_bytes, times, f"{where}.time_s ({hosts[a]} -> {hosts[b]})")
+    if rail.error and [len(row) for row in rail.error] != [count] * count:
+        yield ClusterError(
+            "The matrix has a wrong shape.",
+            where=f"{where}.error",
+            seen=f"{len(rail.error)} rows of {sorted({len(row) for row in rail.error})} entries",
+            allowed=f"{count} rows of {count} entries, or none",
+        )
+    for value in (value for row in rail.error for value in row):
+        if not (math.isfinite(value) and value >= 0):
+            yield _impossible(f"{where}.error", value, "a relative error, zero or above")
     yield from _predicted(rail, hosts, f"{where}.predicted")
+    if rail.method is not None and len(rail.method.classes) not in (0, count):
+        yield _not_each(f"{where}.method.classes", "classes", len(rail.method.classes), count)
     if rail.sharing is not None:
         yield from _sharing(rail.sharing, hosts, f"{where}.sharing")
 
@@ -107,14 +119,14 @@ def _predicted(rail: RailCurve, hosts: Sequence[str], where: str) -> Iterator[Cl
 
 
 def _sharing(sharing: Sharing, hosts: Sequence[str], where: str) -> Iterator[ClusterError]:
-    for name, values in (("out", sharing.out_bytes_per_s), ("in", sharing.in_bytes_per_s)):
+    for name, values, shared in (
+        ("out", sharing.out_bytes_per_s, sharing.out_shared),
+        ("in", sharing.in_bytes_per_s, sharing.in_shared),
+    ):
         if len(values) != len(hosts):
-            yield ClusterError(
-                "There is not one figure for each host.",
-                where=f"{where}.{name}_bytes_per_s",
-                seen=f"{len(values)} figures",
-                allowed=f"{len(hosts)}, one for each host",
-            )
+            yield _not_each(f"{where}.{name}_bytes_per_s", "figures", len(values), len(hosts))
+        if len(shared) != len(hosts):
+            yield _not_each(f"{where}.{name}_shared", "entries", len(shared), len(hosts))
         for value in values:
             if not (math.isfinite(value) and value > 0):
                 yield _impossible(f"{where}.{name}_bytes_per_s", value, "bytes per second above zero")
@@ -127,6 +139,18 @@ def _sharing(sharing: Sharing, hosts: Sequence[str], where: str) -> Iterator[Clu
                 seen=", ".join(unknown),
                 allowed=", ".join(hosts),
             )
+        for way, rate in (("up", uplink.up_bytes_per_s), ("down", uplink.down_bytes_per_s)):
+            if rate is not None and not (math.isfinite(rate) and rate > 0):
+                yield _impossible(f"{where}.uplinks[{index}].{way}_bytes_per_s", rate, "bytes per second above zero")
+
+
+def _not_each(where: str, what: str, seen: int, hosts: int) -> ClusterError:
+    return ClusterError(
+        "There is not one figure for each host.",
+        where=where,
+        seen=f"{seen} {what}",
+        allowed=f"{hosts}, one for each host",
+    )
 
 
 def _impossible(where: str, seen: float, allowed: str) -> ClusterError:
