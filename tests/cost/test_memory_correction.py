@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipefit.codec import dump_text
 from pipefit.cost.memory_correction import LEAST_CONFIGURATIONS, PARTS, MemoryRun, learn
-from pipefit.cost.memory_file import MemoryFacts, load_memory, record
+from pipefit.cost.memory_file import MemoryFacts, facts_of, load_memory, record
 from pipefit.errors import ClusterError, FormatError
 
 TRUTH = {
@@ -107,13 +108,12 @@ BROKEN = {
     "nothing measured": (lambda run: replace(run, measured_bytes=0.0), "0 bytes measured"),
     "a part is missing": (lambda run: replace(run, parts={"saved": 1.0}), "parts saved"),
     "a part below 0": (lambda run: replace(run, parts=dict.fromkeys(PARTS, -1.0)), "none below 0"),
+    "not a number": (lambda run: replace(run, measured_bytes=float("nan")), "nan bytes measured"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files(tmp_path: Path, name: str) -> None:
-    from pipefit.codec import dump_text
-
     change, words = BROKEN[name]
     path = tmp_path / "memory.json"
     path.write_text(dump_text(MemoryFacts(runs=(change(runs(1, seed=1)[0]),))))
@@ -123,3 +123,27 @@ def test_broken_files(tmp_path: Path, name: str) -> None:
     path.write_text('{"format": "other"}')
     with pytest.raises(FormatError, match="not one of the choices"):
         load_memory(path)
+
+
+IMPOSSIBLE = {
+    "a coefficient is missing": {"coefficients": dict.fromkeys(PARTS[1:], 1.0)},
+    "a coefficient below 0": {"coefficients": dict.fromkeys(PARTS, 1.0) | {"saved": -1.0}},
+    "no coefficient above 0": {"coefficients": dict.fromkeys(PARTS, 0.0)},
+    "no spread": {"spread": 0.0},
+    "no errors": {"errors": ()},
+    "an error that is no number": {"errors": (float("nan"),)},
+    "a matrix that is too small": {"precision": ((1.0,),)},
+    "an empty range": {"range_bytes": (0.0, 0.0)},
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_correction_that_no_runs_can_teach(tmp_path: Path, name: str) -> None:
+    facts = facts_of(runs(8, seed=1))
+    path = tmp_path / "memory.json"
+    path.write_text(dump_text(facts))
+    assert load_memory(path) == facts
+    path.write_text(dump_text(replace(facts, corrections={"x": replace(facts.corrections["x"], **IMPOSSIBLE[name])})))
+    with pytest.raises(FormatError, match="A correction is not one that runs can teach") as error:
+        load_memory(path)
+    assert "corrections.x" in str(error.value) and "it learns again" in str(error.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +28,23 @@ class MemoryFacts:
 def load_memory(path: Path) -> MemoryFacts:
     """The facts in a file. FormatError where it is none, or where a number in it cannot be."""
     facts = load_file(MemoryFacts, path)
+    for kind, correction in facts.corrections.items():
+        if not _possible(correction):
+            raise FormatError(
+                "A correction is not one that runs can teach.",
+                where=f"{path}: corrections.{kind}",
+                seen=f"spread {correction.spread:g}, {len(correction.errors)} errors, "
+                f"coefficients of {', '.join(sorted(correction.coefficients)) or 'nothing'}",
+                allowed=f"finite numbers: a coefficient for each of {', '.join(PARTS)}, none below 0 and one above, "
+                f"their {len(PARTS)} x {len(PARTS)} matrix, a spread, errors and a range above 0",
+                next_step="take `corrections` out and run `pipefit verify PLAN --record` on the file: it learns again",
+            )
     for index, run in enumerate(facts.runs):
-        if set(run.parts) != set(PARTS) or min(run.parts.values()) < 0 or run.measured_bytes <= 0:
+        if not (
+            set(run.parts) == set(PARTS)
+            and all(math.isfinite(size) and size >= 0 for size in run.parts.values())
+            and 0 < run.measured_bytes < math.inf
+        ):
             raise FormatError(
                 "A recorded run is not one.",
                 where=f"{path}: runs[{index}]",
@@ -35,6 +52,22 @@ def load_memory(path: Path) -> MemoryFacts:
                 allowed=f"more than 0 bytes, and the parts {', '.join(PARTS)}, none below 0",
             )
     return facts
+
+
+def _possible(correction: MemoryCorrection) -> bool:
+    """Whether estimates can be made with these numbers."""
+    coefficients, matrix = correction.coefficients, correction.precision
+    smallest, largest = correction.range_bytes
+    numbers = [*coefficients.values(), *correction.errors, correction.spread, largest, *itertools.chain(*matrix)]
+    return (
+        all(map(math.isfinite, numbers))
+        and set(coefficients) == set(PARTS)
+        and min(coefficients.values()) >= 0 < max(coefficients.values())
+        and [len(row) for row in matrix] == [len(PARTS)] * len(PARTS)
+        and bool(correction.errors)
+        and correction.spread > 0
+        and 0 < smallest <= largest
+    )
 
 
 def record(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
