@@ -15,6 +15,7 @@ from pipefit.cost.types import CostTable, Flow
 from pipefit.schedule import lower
 from pipefit.schedule.compile import compile_graph
 from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.grid import draw_grid
 from pipefit.schedule.problem import Problem, uniform_costs
 from pipefit.schedule.times import run
 from pipefit.simulate import simulate
@@ -109,6 +110,20 @@ def test_two_messages_on_one_port_take_twice_as_long() -> None:
     schedule, costs = two_pipelines(flows)
     found = ends(simulate(schedule, costs))
     assert (found["0SEND_F0"], found["1F0"], found["1SEND_B0"]) == (9.0, 10.0, 16.0)
+
+
+def test_a_grid_shows_what_is_shared() -> None:
+    """F0 of the second lane begins 8 s after the first lane's, not 4."""
+    schedule, costs = two_pipelines({("F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)})
+    assert draw_grid(schedule, costs).splitlines() == draw_grid(schedule, _slower(costs)).splitlines()
+    assert draw_grid(schedule, costs) != draw_grid(schedule, replace(costs, contention=None))
+
+
+def _slower(costs: CostTable) -> CostTable:
+    """Without sharing, but with twice the time ahead."""
+    (edge,) = costs.edges
+    ahead = replace(edge, forward_s=2 * edge.forward_s, forward_port_s=2 * edge.forward_port_s)
+    return replace(costs, contention=None, edges=(ahead,))
 
 
 def test_messages_of_a_queue_take_turns() -> None:

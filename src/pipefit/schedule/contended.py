@@ -13,11 +13,13 @@ import numpy as np
 
 from pipefit.cost.types import Contention, CostTable, Flow
 from pipefit.errors import ScheduleError
-from pipefit.schedule.compile import TaskGraph
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.compile import TaskGraph, task_graph
 from pipefit.schedule.fluid import share
 from pipefit.schedule.kernel import choose
+from pipefit.schedule.problem import Edge
 from pipefit.schedule.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, Floats, Ints
-from pipefit.schedule.times import Times, durations
+from pipefit.schedule.times import Times, durations, run
 
 COMPILED_FROM = 15_000
 """Waits from which it pays to import numba: an event costs more than an entry of the plain sweep."""
@@ -43,6 +45,15 @@ class Copies:
     def of(self, pipeline: int) -> Ints:
         """The copies that a pipeline takes part in."""
         return self.base + np.where(self.once == 1, 0, pipeline)
+
+
+def evaluate(
+    schedule: Schedule, edges: tuple[Edge, ...] | None, costs: CostTable, compiled: bool | None = None
+) -> tuple[TaskGraph, Times]:
+    """The task graph of a schedule and when everything in it runs: with what `costs` say that transfers share, or with
+    a port of its own for every lane where they say nothing."""
+    graph = task_graph(schedule, edges, own_ports=costs.contention is None)
+    return graph, (run if costs.contention is None else run_contended)(graph, costs, compiled)
 
 
 def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:

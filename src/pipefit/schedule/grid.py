@@ -10,9 +10,8 @@ from itertools import groupby
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import COMPUTE, Action, Schedule
-from pipefit.schedule.compile import task_graph
+from pipefit.schedule.contended import evaluate
 from pipefit.schedule.problem import Edge, uniform_costs
-from pipefit.schedule.times import run
 
 WIDEST = 4_000
 """Characters of a row beyond which times are drawn in proportion only."""
@@ -47,8 +46,7 @@ def grid_rows(
     alone would make wider than `WIDEST` has the letter of every action only where its label does not fit.
     """
     costs = costs or uniform_costs(schedule.placement, edges)
-    graph = task_graph(schedule, None if schedule.is_lowered else edges)
-    times = run(graph, costs)
+    graph, times = evaluate(schedule, None if schedule.is_lowered else edges, costs)
     placed: list[list[Placed]] = []
     for lane, actions in enumerate(schedule.lanes):
         offset = int(graph.table.offset[lane])

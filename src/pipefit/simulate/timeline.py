@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import Action, Kind, Schedule
-from pipefit.schedule.compile import TaskGraph, task_graph
-from pipefit.schedule.contended import run_contended
+from pipefit.schedule.compile import TaskGraph
+from pipefit.schedule.contended import evaluate
 from pipefit.schedule.problem import Edge
 from pipefit.schedule.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
-from pipefit.schedule.times import Times, run
+from pipefit.schedule.times import Times
 from pipefit.simulate.memory import MemoryCurve, memory_curves
 from pipefit.simulate.path import critical_tasks
 
@@ -47,11 +47,8 @@ def simulate(
         edges = None
     elif edges is None and costs.edges:
         edges = tuple((edge.source, edge.target, edge.tensor) for edge in costs.edges)
-    if costs.contention is not None:
-        graph = task_graph(schedule, edges, own_ports=False)
-        return Timeline(graph, costs, run_contended(graph, costs, compiled))
-    graph = task_graph(schedule, edges)
-    return Timeline(graph, costs, run(graph, costs, compiled))
+    graph, times = evaluate(schedule, edges, costs, compiled)
+    return Timeline(graph, costs, times)
 
 
 class Timeline:
