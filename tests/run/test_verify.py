@@ -101,7 +101,11 @@ def test_a_rank_over_its_limit_is_found_whatever_was_predicted(command) -> None:
     assert code == 1
     assert "the plan does not fit: rank 2 needs" in out and "NO" in out
     code, out, _ = command(plan, "--rank", "1", "--rank", "3")
-    assert code == 0 and "the ranks that were run fit" in out and "not run: lane 2; predicted at most" in out
+    assert (
+        code == 0
+        and "the ranks that were run fit" in out
+        and "not run: the fullest device of lane 2; predicted at most" in out
+    )
 
 
 def test_running_out_of_memory_is_not_fitting(command, monkeypatch) -> None:
@@ -153,6 +157,40 @@ def test_what_was_measured_is_recorded_and_learned_from(command, tmp_path: Path)
     assert estimate.expected_bytes == pytest.approx(facts.runs[0].measured_bytes, rel=0.01)
     plan = with_risk(plan_of(), opened(), local(4), facts)
     assert plan.prediction is not None and plan.prediction.risk is not None and plan.prediction.risk < 0.001
+
+
+def test_what_cannot_be_recorded_is_refused_before_anything_is_run(command, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "memory.json"
+
+    def never(*arguments: Any, rank: int) -> None:
+        raise AssertionError("a rank was run")
+
+    monkeypatch.setattr(verify, "in_fresh_process", never)
+    uneven = plan_of(stages=2, replicas=(1, 3), microbatches=2)
+    code, _, err = command(uneven, "--rank", "0", "--record", str(path))
+    assert code == 2 and "What rank 0 takes cannot be recorded" in err and "of lane 0: 1" in err
+    monkeypatch.setattr("pipefit.run.verify_record.check_kind", raise_mistake)
+    code, _, err = command(plan_of(), "--record", str(path))
+    assert code == 2 and "another kind" in err
+    path.write_text("{")
+    code, _, err = command(plan_of(), "--record", str(path))
+    assert code == 2 and "not valid JSON" in err
+    code, _, err = command(plan_of(), "--record", str(tmp_path))
+    assert code == 2 and "The memory file cannot be written." in err
+
+
+def raise_mistake(*arguments: Any) -> None:
+    raise RunError("another kind")
+
+
+def test_a_lighter_rank_says_nothing_of_its_lane(command) -> None:
+    """Of replicas with one and three parts of the rows the first needs less: that it fits is not that the plan does."""
+    uneven = plan_of(stages=1, replicas=(1, 3), microbatches=2)
+    code, out, _ = command(uneven, "--rank", "0", "--steps", "1")
+    assert code == 0 and "not run: the fullest device of lane 0; predicted" in out
+    assert "the ranks that were run fit" in out and "the plan fits" not in out
+    code, out, _ = command(uneven, "--rank", "1", "--steps", "1")
+    assert code == 0 and "the plan fits" in out
 
 
 KINDS = {
@@ -214,6 +252,13 @@ def test_a_plan_for_another_model(command) -> None:
     plan = plan_of()
     code, _, err = command(replace(plan, hashes=Hashes(model="0" * 16, cluster=plan.hashes.cluster)))
     assert code == 2 and "The plan was made for another form of this model." in err
+
+
+def test_a_cluster_that_is_named_must_be_the_plans(command, tmp_path: Path) -> None:
+    code, _, err = command(plan_of(), "--cluster", str(tmp_path / "none.json"))
+    assert code == 2 and "The file cannot be read." in err
+    code, _, err = command(plan_of(), "--local", "2")
+    assert code == 2 and "cluster" in err and "changed" in err
 
 
 def test_a_machine_that_is_too_small(command) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from pipefit.cluster import Cluster
+    from pipefit.model.graph import Model
     from pipefit.plan.explain import TextTable
     from pipefit.plan.types import Plan
     from pipefit.run.verify import RankMemory
@@ -46,10 +48,12 @@ def command(
     plan = _with_prediction(load_plan(path), cluster, local)
     check_ranks(plan, rank or [])
     place = choose_device(device, 0)
+    ranks = rank or critical_ranks(plan)
+    subject = None if record is None else _recordable(record, plan, cluster, local, ranks, place.type)
     model = captured_model(plan)
-    found = [verify_rank(plan, model, one, place, steps) for one in rank or critical_ranks(plan)]
+    found = [verify_rank(plan, model, one, place, steps) for one in ranks]
     fits = all(one.fits for one in found)
-    learned = [] if record is None else _record(record, plan, cluster, local, found, place.type)
+    learned = [] if record is None or subject is None else _record(record, plan, subject, found, place.type)
     if as_json:
         facts = {"device": str(place), "fits": fits, "ranks": [_facts(one) for one in found]}
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
@@ -64,27 +68,47 @@ def command(
 
 
 def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan:
-    """The plan itself, or with the simulator's prediction where it has none and the cluster is known."""
+    """The plan itself, or with the simulator's prediction where it has none and the cluster is known. A cluster that
+    the user names must be the plan's."""
     from pipefit.cli._plans import open_subject
     from pipefit.plan.predict import predict, simulate_plan
 
-    if plan.prediction is not None or not (plan.cluster or cluster or local is not None):
+    named = cluster is not None or local is not None
+    if not named and (plan.prediction is not None or not plan.cluster):
         return plan
     opened, found = open_subject(plan, None, cluster, local)
-    return predict(plan, opened, simulate_plan(plan, opened, found))
+    return plan if plan.prediction is not None else predict(plan, opened, simulate_plan(plan, opened, found))
+
+
+def _recordable(
+    path: Path, plan: Plan, cluster: str | None, local: int | None, ranks: Sequence[int], device: str
+) -> tuple[Model, Cluster]:
+    """The plan's model and cluster. Raises before anything is run where what is measured could not be recorded."""
+    from pipefit.cli._plans import open_subject
+    from pipefit.codec import make_folder
+    from pipefit.cost.memory_file import load_memory
+    from pipefit.errors import ClusterError
+    from pipefit.profile.environment import fingerprint
+    from pipefit.run.verify_record import check_recordable
+
+    make_folder(path, "memory file", ClusterError)
+    if path.exists():
+        load_memory(path)
+    model, found = open_subject(plan, None, cluster, local)
+    check_recordable(plan, found, ranks, device, fingerprint().get("device", ""))
+    return model, found
 
 
 def _record(
-    path: Path, plan: Plan, cluster: str | None, local: int | None, found: Sequence[RankMemory], device: str
+    path: Path, plan: Plan, subject: tuple[Model, Cluster], found: Sequence[RankMemory], device: str
 ) -> list[str]:
     """Keep what was measured, and say what the file knows now."""
-    from pipefit.cli._plans import open_subject
     from pipefit.cost.memory_correction import LEAST_CONFIGURATIONS
     from pipefit.cost.memory_file import record
     from pipefit.profile.environment import fingerprint
     from pipefit.run.verify_record import memory_runs
 
-    runs = memory_runs(plan, *open_subject(plan, None, cluster, local), found, device, fingerprint())
+    runs = memory_runs(plan, *subject, found, device, fingerprint())
     facts = record(path, runs)
     lines = []
     for kind in sorted({run.kind for run in runs}):
@@ -141,19 +165,19 @@ def _table(found: Sequence[RankMemory]) -> TextTable:
 
 
 def _verdict(plan: Plan, found: Sequence[RankMemory]) -> list[str]:
-    from pipefit.run.verify import lane_predictions
+    from pipefit.run.verify import is_fullest, lane_predictions
     from pipefit.units import format_bytes
 
     lines = []
     lanes = lane_predictions(plan)
-    seen = {one.lane for one in found}
+    seen = {one.lane for one in found if is_fullest(plan, one.device)}
     alike = {(lanes[lane].peak_bytes, lanes[lane].limit_bytes) for lane in seen}
     others = [i for i, lane in enumerate(lanes) if (lane.peak_bytes, lane.limit_bytes) not in alike]
     if others:
         fullest = max((lanes[i] for i in others), key=lambda lane: lane.peak_bytes / lane.limit_bytes)
         names = ", ".join(map(str, others))
         lines.append(
-            f"not run: lane{'s' if len(others) > 1 else ''} {names}; predicted at most "
+            f"not run: the fullest device of lane{'s' if len(others) > 1 else ''} {names}; predicted at most "
             f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.limit_bytes)}"
         )
     if all(one.fits for one in found):

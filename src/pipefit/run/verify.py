@@ -88,6 +88,17 @@ def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
     return tuple(plan.devices.index(_fullest_device(plan, lane)) for lane in list(distinct.values())[:most])
 
 
+def is_fullest(plan: Plan, device: int) -> bool:
+    """Whether a device has as many rows and as large a shard as the one of its lane that the prediction is for."""
+    lane = lane_of(plan, device)
+    group = plan.lane_group(lane)
+    fullest = _fullest_device(plan, lane)
+    return all(
+        axis.shares[group.position(device, axis.name)] == axis.shares[group.position(fullest, axis.name)]
+        for axis in group.axes
+    )
+
+
 def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
     """Raises RunError for a rank that the plan does not have."""
     for rank in ranks:

@@ -14,7 +14,8 @@ from pipefit.model.graph import Model
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.risk import peak_parts
 from pipefit.plan.types import Plan
-from pipefit.run.verify import RankMemory
+from pipefit.run.verify import RankMemory, is_fullest
+from pipefit.run.worker import lane_of
 
 
 def memory_runs(
@@ -26,19 +27,18 @@ def memory_runs(
     environment: Mapping[str, str],
 ) -> list[MemoryRun]:
     """One for every rank that was measured on `device` (`cpu` or `cuda`) of a machine with this fingerprint. Raises
-    RunError where the plan is for other devices: memory on a CPU says nothing about a GPU."""
+    RunError as `check_recordable` does."""
+    check_recordable(plan, cluster, [one.rank for one in found], device, environment.get("device", ""))
     network = Network(cluster)
     parts = peak_parts(simulate_plan(plan, model, cluster))
     when = datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
     runs = []
     for one in found:
-        kind = network.kinds[one.device].name
-        check_kind(kind, device, environment.get("device", ""))
         if one.measured is not None:
             runs.append(
                 MemoryRun(
                     configuration=configuration(plan),
-                    kind=kind,
+                    kind=network.kinds[one.device].name,
                     devices=len(plan.devices),
                     rank=one.rank,
                     parts=parts[one.lane],
@@ -48,6 +48,25 @@ def memory_runs(
                 )
             )
     return runs
+
+
+def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device: str, name: str) -> None:
+    """Raises RunError where the plan is for other devices than this one (`check_kind`), since memory on a CPU says
+    nothing about a GPU; and for a rank with less to do than the one of its lane that the analytic parts are for."""
+    network = Network(cluster)
+    for rank in ranks:
+        check_kind(network.kinds[plan.devices[rank]].name, device, name)
+        if not is_fullest(plan, plan.devices[rank]):
+            lane = lane_of(plan, plan.devices[rank])
+            others = [other for other in plan.lane_group(lane).devices if is_fullest(plan, other)]
+            raise RunError(
+                f"What rank {rank} takes cannot be recorded: others of its lane have more rows or a larger shard, and "
+                "the prediction is for those.",
+                where="--record",
+                seen=f"--rank {rank}",
+                allowed=f"of lane {lane}: {', '.join(str(plan.devices.index(other)) for other in others)}",
+                next_step="name one of these ranks, or leave --record out",
+            )
 
 
 def configuration(plan: Plan) -> str:
