@@ -158,13 +158,14 @@ def prediction(plan: Plan) -> Prediction:
     return plan.prediction
 
 
-def test_devices_with_less_memory_than_a_layer_needs_are_left_out() -> None:
-    tiny = kind("tiny", memory_bytes=WORKSPACE_BYTES + 1000)
+@pytest.mark.parametrize(("beside", "has"), [(1000, "1000 B"), (-1000, "nothing")])
+def test_devices_with_less_memory_than_a_layer_needs_are_left_out(beside: int, has: str) -> None:
+    tiny = kind("tiny", memory_bytes=WORKSPACE_BYTES + beside)
     plan = make_plan(toy_model(3), cluster((FAST, 2), (tiny, 2)), JOB)
     assert {*plan.devices} <= {0, 1}
     notes = [note for note in prediction(plan).assumptions if "left out" in note]
     assert len(notes) == 1 and notes[0].startswith(
-        "tiny is left out: beside the 64.0 MiB that libraries take it has 1000 B"
+        f"tiny is left out: beside the 64.0 MiB that libraries take it has {has}, and"
     )
     assert "and layer layers.0 needs" in notes[0]
     with pytest.raises(DoesNotFitError, match="are missing on each device of lane"):

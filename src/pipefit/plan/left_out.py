@@ -49,7 +49,8 @@ def _too_small(bench: Workbench, job: Job, name: str) -> str:
     need = float(row.static_bytes[some] + row.saved_bytes[some])
     if need <= row.limit_bytes:
         return ""
+    has = format_bytes(row.limit_bytes) if row.limit_bytes > 0 else "nothing"
     return (
-        f"beside the {format_bytes(WORKSPACE_BYTES)} that libraries take it has {format_bytes(row.limit_bytes)}, and "
+        f"beside the {format_bytes(WORKSPACE_BYTES)} that libraries take it has {has}, and "
         f"layer {layers[some].name} needs {format_bytes(need)}"
     )
