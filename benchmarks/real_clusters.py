@@ -10,7 +10,10 @@ is known to the planner.
   devices of every kind by itself but the slowest.
 - Configurators: the plan among those of the baseline that the uniform formula chooses, and the one that AMP's chooses
   (formulas.py), as they were measured.
-- Ours: `make_plan` on the profile. A recommended plan whose memory is exceeded would fail its run.
+- Ours: `make_plan` on the profile. Memory is not limited in a lab; memory_estimates.py is about what fits.
+
+A run in which real work did not keep to its pace took too long, never too short: a plan of the baseline counts with
+what it took all the same, ours has to be valid.
 
 Beside the gain over the best baseline on all devices stands the compute bound: f r + 1 - f for a share f of devices
 that are r times as fast, which is what balancing alone could give over a step in which all wait for the slow ones.
@@ -145,10 +148,9 @@ def summary(
                 "amp_s": amp(one.plan, simulation, bench.network),
             }
         )
-    valid = [row for row in rows if row["valid"]]
-    everywhere = [row for row in valid if row["where"] == "all"]
+    everywhere = [row for row in rows if row["where"] == "all"]
     best = min(everywhere, key=lambda row: row["measured_s"])
-    best_of_all = min(valid, key=lambda row: row["measured_s"])
+    best_of_all = min(rows, key=lambda row: row["measured_s"])
     chosen = {key: min(everywhere, key=lambda row, key=key: row[f"{key}_s"]) for key in ("uniform", "amp")}
     own = line(ours, run)
     gains = {
@@ -167,7 +169,7 @@ def summary(
         "gains": gains,
         "target": TARGETS[name],
         "reached": own["valid"] and gains["best baseline"] >= TARGETS[name] and gains["best of all"] >= 1.0,
-        "invalid": len(rows) - len(valid),
+        "invalid": sum(not row["valid"] for row in rows),
         "plans": rows,
     }
 

@@ -113,6 +113,30 @@ def test_the_baseline_has_every_grid_in_both_layouts() -> None:
     assert all(one.plan.devices == (2, 3) for one in tried if one.where == "twice only")
 
 
+def test_invalid_runs_of_the_baseline_count_and_ours_must_be_valid() -> None:
+    """Plans at 1.4 s, one that was late at 1.2 s: against 1.0 s that is 1.2x, and nothing is reached if ours was
+    late."""
+    from plan_toys import toy_model
+
+    from lab_runs import Measured
+    from pipefit.cluster import parse_spec
+    from pipefit.plan.types import Job
+    from real_clusters import TARGETS, baseline, summary
+
+    model, cluster = toy_model(4), parse_spec("2x2xA100-80:1GB/s")
+    tried = list(baseline(cluster, model, Job(batch=8, sequence=64, precision="float32")))
+    runs = [Measured((1.4, 1.4), True, "", ()) for _ in tried]
+    runs[2] = Measured((1.2, 1.2), False, "late", ())
+    ours = tried[0].plan
+    found = summary("half-1.8", cluster, model, ours, Measured((1.0, 1.0), True, "", ()), tried, runs)
+    assert TARGETS["half-1.8"] == 1.2 and found["invalid"] == 1
+    assert found["gains"]["best baseline"] == found["gains"]["best of all"] == 1.2 and found["reached"]
+    late = summary("half-1.8", cluster, model, ours, Measured((1.0, 1.0), False, "late", ()), tried, runs)
+    assert not late["reached"]
+    slow = summary("half-1.8", cluster, model, ours, Measured((1.1, 1.1), True, "", ()), tried, runs)
+    assert not slow["reached"]
+
+
 @needs_lab
 @pytest.mark.slow
 @pytest.mark.timeout(300)
