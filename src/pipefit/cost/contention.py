@@ -25,6 +25,7 @@ MOST_PIPELINES = 16
 """Replicas that are followed one by one; more of them go in step, each stage as slow as its slowest replica."""
 
 Messages = Sequence[tuple[int, int, float]]
+Rings = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class _Load:
 def with_contention(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
     """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`."""
     works = _pipelines(work)
-    tables = tuple(_alone(one, work, costs, network, layers) for one in works) if len(works) > 1 else (costs,)
+    tables = _each_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,)
     loads: dict[FlowKey, _Load] = {}
     for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
         for index, edge in enumerate(one.edges):
@@ -99,23 +100,37 @@ def _edge_of(edge: EdgeWork, devices: set[int]) -> EdgeWork:
     )
 
 
-def _alone(one: PipelineWork, work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts) -> CostTable:
-    """The times of one pipeline, `one` of `work`."""
-    found = []
-    for stage, whole in zip(one.stages, work.stages, strict=True):
-        rings = _beside(stage, whole, network)
-        places = slice_places(stage.slices)
-        found.append([stage_cost(stage, tokens, past, one, network, layers, rings) for tokens, past in places])
-    return replace(costs, actions=action_tables(found), edges=tuple(edge_cost(edge, network) for edge in one.edges))
+def _each_alone(
+    works: Sequence[PipelineWork], work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts
+) -> tuple[CostTable, ...]:
+    """The times of every pipeline of `work`."""
+    beside = [_beside(stage, network) for stage in work.stages]
+    tables = []
+    for k, one in enumerate(works):
+        found = [
+            [
+                stage_cost(stage, tokens, past, one, network, layers, rings[k])
+                for tokens, past in slice_places(stage.slices)
+            ]
+            for stage, rings in zip(one.stages, beside, strict=True)
+        ]
+        edges = tuple(edge_cost(edge, network) for edge in one.edges)
+        tables.append(replace(costs, actions=action_tables(found), edges=edges))
+    return tuple(tables)
 
 
-def _beside(stage: StageWork, whole: StageWork, network: Network) -> tuple[tuple[int, ...], ...]:
-    """The shard groups whose collectives slow down those of `stage`, one replica of `whole`: its own, and those of
-    other replicas that use one of its ports, which do the same at about the same time."""
+def _beside(stage: StageWork, network: Network) -> list[Rings]:
+    """By replica, the shard groups whose collectives slow down its own: its own ones, and those of other replicas that
+    use one of their ports, which do the same at about the same time."""
+    rings = shard_rings(stage)
     if stage.group.axis("shard").size == 1:
-        return ()
-    own = {port for ring in shard_rings(stage) for port in _ring_ports(ring, network)}
-    return tuple(ring for ring in shard_rings(whole) if own & _ring_ports(ring, network))
+        return [()] * stage.group.axis("replica").size
+    ports = [_ring_ports(ring, network) for ring in rings]
+    replica = [stage.group.position(ring[0], "replica") for ring in rings]
+    own: list[set[Port]] = [set() for _ in range(stage.group.axis("replica").size)]
+    for k, used in zip(replica, ports, strict=True):
+        own[k] |= used
+    return [tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used)) for mine in own]
 
 
 def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
