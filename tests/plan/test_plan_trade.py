@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from plan_toys import toy_cluster, toy_model
 from test_plan_search import little_memory
 
+from pipefit.cluster import Rail
 from pipefit.codec import dump_text, load_text
 from pipefit.plan.explain import explain_text, trade_table
 from pipefit.plan.make import make_plan
 from pipefit.plan.types import Job, Plan
+from pipefit.show.sections_trade import trade_section
 
 JOB = Job(batch=16, sequence=512, precision="bfloat16")
 
@@ -38,6 +41,7 @@ def test_the_plan_is_the_fastest_point_that_fits(plan: Plan) -> None:
     assert chosen[0].step_s == plan.prediction.step_s
     assert chosen[0].memory_bytes == max(lane.peak_bytes for lane in plan.prediction.lanes) <= limit
     inside = [one for one in plan.prediction.trade if one.memory_bytes <= limit]
+    assert inside == [one for one in plan.prediction.trade if one.fits] and len(inside) < len(plan.prediction.trade)
     assert chosen[0].step_s <= min(one.step_s for one in inside) * (1 + 2e-3), "a new order must win by a thousandth"
 
 
@@ -53,6 +57,27 @@ def test_it_is_printed_and_kept(plan: Plan) -> None:
     assert "memory against time:" in text and rows
     assert [row[4] for row in rows].count("chosen") == 1
     assert len(dump_text(plan.prediction)) < 20_000
+
+
+def test_devices_of_different_memory_each_keep_to_their_own() -> None:
+    """The larger device holds most layers: its lane is the fuller one, with more than the smaller device has."""
+    little = little_memory(2, beyond=4_890_000)
+    [small] = little.kinds.values()
+    large = replace(small, name="large", memory_bytes=small.memory_bytes + 5_000_000)
+    hosts = tuple(replace(little.hosts[0], name=name, kind=name, devices=1) for name in (small.name, "large"))
+    rail = Rail(name="net", latency_s=((0.0, 0.0),) * 2, bandwidth_bytes_per_s=((1e11, 1e11),) * 2)
+    mixed = replace(little, kinds={small.name: small, "large": large}, hosts=hosts, rails=(rail,))
+    pins = {"stages": 2, "replicas": (1,), "mapping": "hostname", "microbatches": 8, "cuts": (1,)}
+    plan = make_plan(toy_model(8), mixed, JOB, pins)
+    assert plan.prediction is not None
+    assert {lane.limit_bytes for lane in plan.prediction.lanes} == {small.memory_bytes, large.memory_bytes}
+    points = plan.prediction.trade
+    other = [one for one in points if one.fits and one.memory_bytes > small.memory_bytes and not one.chosen]
+    assert other and all(one.memory_bytes <= large.memory_bytes for one in other)
+    for one in points:
+        alone = replace(plan, prediction=replace(plan.prediction, trade=(replace(one, chosen=False),)))
+        assert trade_table(alone).rows[0][4] == ("" if one.fits else "does not fit")
+    assert "pale ones do not fit" in trade_section(plan.prediction)
 
 
 def test_a_single_lane_has_no_trade() -> None:

@@ -238,7 +238,7 @@ def test_a_point_of_memory_against_time_tells_what_it_is(browser, tmp_path):
     points = (
         TradePoint(schedule="1f1b", recompute="full", memory_bytes=1e9, step_s=2.0),
         TradePoint(schedule="fit", recompute="none,full,full,full", memory_bytes=2e9, step_s=1.5, chosen=True),
-        TradePoint(schedule="zb-v", recompute="none", memory_bytes=9e10, step_s=1.2),
+        TradePoint(schedule="zb-v", recompute="none", memory_bytes=9e10, step_s=1.2, fits=False),
     )
     plan = replace(plan, prediction=replace(plan.prediction, trade=points))
     path = tmp_path / "report.html"

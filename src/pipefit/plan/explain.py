@@ -116,7 +116,7 @@ def memory_table(plan: Plan) -> TextTable:
             *(format_bytes(lane.parts.get(part, 0.0)) for part in PARTS),
             format_bytes(lane.peak_bytes),
             format_bytes(lane.limit_bytes),
-            f"{lane.peak_bytes / lane.limit_bytes:.0%}",
+            f"{(lane.memory.expected_bytes if lane.memory else lane.peak_bytes) / lane.limit_bytes:.0%}",
             *(_corrected(lane.memory) if known else ()),
         )
         for index, lane in enumerate(lanes)
@@ -149,8 +149,7 @@ def trade_table(plan: Plan) -> TextTable:
     for one in prediction.trade if prediction else ():
         if one.step_s < best_s or one.chosen:
             best_s = min(best_s, one.step_s)
-            limit = min(lane.limit_bytes for lane in prediction.lanes) if prediction else 0.0
-            note = "chosen" if one.chosen else "" if one.memory_bytes <= limit else "does not fit"
+            note = "chosen" if one.chosen else "" if one.fits else "does not fit"
             rows.append((format_bytes(one.memory_bytes), format_seconds(one.step_s), one.schedule, one.recompute, note))
     return TextTable("memory against time", ("memory", "step", "schedule", "recompute", ""), tuple(rows))
 

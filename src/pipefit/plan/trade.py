@@ -48,7 +48,8 @@ def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) 
     many = 3 * layout.stage_count * layout.microbatches > MANY
     found = list(_families(bench, job, pins, layout, many))
     own = best if layout.schedule == FIT else None
-    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), own)
+    shares = [limit / best.limit_bytes for limit in best.simulation.limits_bytes]
+    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), shares, own)
     for one in (*found, *fitted):
         if one.simulation.fits and one.step_s < best.step_s * (1 - SAME) and _obeys(one.decisions, pins):
             best = one
@@ -118,16 +119,17 @@ def _fitted(
     pins: Mapping[str, Any],
     layout: Decisions,
     levels: Sequence[float],
+    shares: Sequence[float],
     own: Evaluated | None,
 ) -> list[Evaluated]:
-    """Orders fitted to each of these limits, rising; `own` is known already."""
+    """Orders fitted to each of these limits, rising, of which every lane has its share; `own` is known already."""
     ways = choices(pins, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",)))
     if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.microbatches > CHOOSING:
         ways = [layout.recompute]
     tables = tables_of(bench, job, layout, ways)
     found = [] if own is None else [own]
     for level in levels:
-        one = fit_layout(bench, tables, [level] * layout.lanes, moves=MOVES[0])
+        one = fit_layout(bench, tables, [level * share for share in shares], moves=MOVES[0])
         if one is not None:
             found.append(one)
     kept: list[Evaluated] = []
@@ -144,4 +146,5 @@ def _point(one: Evaluated) -> TradePoint:
         recompute=",".join(decisions.recompute),
         memory_bytes=one.peak_bytes,
         step_s=one.step_s,
+        fits=one.simulation.fits,
     )

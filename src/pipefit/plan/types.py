@@ -193,6 +193,8 @@ class TradePoint:
     memory_bytes: float
     "Peak of the lane that is fullest for its limit, on each of its devices."
     step_s: float
+    fits: bool = True
+    "Every lane, into what the search kept to: its devices' memory, or what a memory correction makes of that."
     chosen: bool = False
 
 

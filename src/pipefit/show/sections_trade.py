@@ -33,11 +33,12 @@ def trade_section(prediction: Prediction) -> str:
     if not points:
         return ""
     limit = min(lane.limit_bytes for lane in prediction.lanes)
+    divided = _divides(points, limit)
     chosen = next((one for one in points if one.chosen), None)
     words = (
         '<p class="lead">The same layout with other orders and other recomputation: what a device would need, and how '
         "long a step would take. The line joins orders made for a memory limit (<b>fit</b>); the points are schedule "
-        "families; what lies right of the dashed line does not fit.</p>"
+        f"families; {'what lies right of the dashed line does' if divided else 'pale ones do'} not fit.</p>"
     )
     picked = _words(chosen) if chosen is not None else ""
     rows = [
@@ -46,7 +47,7 @@ def trade_section(prediction: Prediction) -> str:
             format_seconds(one.step_s),
             text(one.schedule),
             text(recompute_words(one)),
-            _note(one, limit),
+            _note(one),
         ]
         for index, one in enumerate(points)
     ]
@@ -61,7 +62,7 @@ def trade_section(prediction: Prediction) -> str:
         "trade",
         "Memory against time",
         f'{words}<div class="scroll" tabindex="0" role="region" aria-label="Memory against time">'
-        f"{_drawing(points, limit)}</div>"
+        f"{_drawing(points, limit if divided else None)}</div>"
         f'<p class="note">{_legend()}</p><p id="trade-picked" aria-live="polite">{picked}</p>'
         f"<details><summary>All points as a table</summary>{figures}</details>",
     )
@@ -74,10 +75,16 @@ def recompute_words(point: TradePoint) -> str:
     return kinds[0] if len(kinds) == 1 else ", ".join(f"{each.count(kind)} {kind}" for kind in kinds)
 
 
-def _note(one: TradePoint, limit: float) -> str:
+def _note(one: TradePoint) -> str:
     if one.chosen:
         return "<b>this plan</b>"
-    return "" if one.memory_bytes <= limit else "does not fit"
+    return "" if one.fits else "does not fit"
+
+
+def _divides(points: Sequence[TradePoint], limit: float) -> bool:
+    """Whether what fits and what does not lie on the two sides of a limit: not where lanes have different limits, or
+    where a memory correction decides."""
+    return all(one.fits == (one.memory_bytes <= limit) for one in points)
 
 
 def _words(one: TradePoint) -> str:
@@ -88,11 +95,12 @@ def _words(one: TradePoint) -> str:
     )
 
 
-def _drawing(points: Sequence[TradePoint], limit: float) -> str:
+def _drawing(points: Sequence[TradePoint], limit: float | None) -> str:
+    """With a line at the limit, if there is one for all of them."""
     fastest = min(one.step_s for one in points)
     shown = [(index, one) for index, one in enumerate(points) if one.step_s <= SLOWEST * fastest or one.chosen]
     low = min(one.memory_bytes for _, one in shown)
-    high = max(limit, *(one.memory_bytes for _, one in shown))
+    high = max(limit or 0.0, *(one.memory_bytes for _, one in shown))
     slow = max(one.step_s for _, one in shown)
     x = _scale(low - 0.04 * (high - low), high + 0.04 * (high - low), LEFT, WIDTH - RIGHT)
     y = _scale(fastest - 0.08 * (slow - fastest), slow + 0.05 * (slow - fastest), HEIGHT - BOTTOM, TOP)
@@ -100,10 +108,14 @@ def _drawing(points: Sequence[TradePoint], limit: float) -> str:
     parts = [
         _axes(x, y, low, high, fastest, slow),
         f'<polyline points="{fitted}" fill="none" stroke="var({CURVE})" stroke-width="2"/>',
-        f'<line x1="{x(limit):.1f}" x2="{x(limit):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--bad)" '
-        'stroke-dasharray="5 4" stroke-width="1.5"/>',
-        f'<text x="{x(limit) - 5:.1f}" y="{TOP + 11}" text-anchor="end" class="trade-limit">{LIMIT_NAME}</text>',
     ]
+    line = None if limit is None else x(limit)
+    if line is not None:
+        parts += [
+            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--bad)" '
+            'stroke-dasharray="5 4" stroke-width="1.5"/>',
+            f'<text x="{line - 5:.1f}" y="{TOP + 11}" text-anchor="end" class="trade-limit">{LIMIT_NAME}</text>',
+        ]
     named: set[str] = set()
     names, best = [], float("inf")
     for _, one in shown:
@@ -112,7 +124,7 @@ def _drawing(points: Sequence[TradePoint], limit: float) -> str:
         named |= {one.schedule} if leads else set()
         names.append("this plan" if one.chosen else one.schedule if leads else "")
     places = [(x(one.memory_bytes), y(one.step_s)) for _, one in shown]
-    for (index, one), place, label in zip(shown, places, _labels(places, names, x(limit)), strict=True):
+    for (index, one), place, label in zip(shown, places, _labels(places, names, line), strict=True):
         parts.append(_mark(index, one, *place, label))
     return (
         f'<svg id="trade-drawing" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" '
@@ -120,23 +132,24 @@ def _drawing(points: Sequence[TradePoint], limit: float) -> str:
     )
 
 
-def _labels(places: Sequence[tuple[float, float]], names: Sequence[str], limit: float) -> list[Label | None]:
-    """A place for every name; that of the plan is found first."""
+def _labels(places: Sequence[tuple[float, float]], names: Sequence[str], line: float | None) -> list[Label | None]:
+    """A place for every name; that of the plan is found first. The name of the line, if there is one, is in the way."""
     order = sorted(range(len(names)), key=lambda index: names[index] != "this plan")
-    limit_word = (limit - 5 - CHARACTER * len(LIMIT_NAME), float(TOP), limit + 2, TOP + 14.0)
+    taken = [] if line is None else [(line - 5 - CHARACTER * len(LIMIT_NAME), float(TOP), line + 2, TOP + 14.0)]
     frame = (float(LEFT), float(TOP), float(WIDTH - RIGHT), float(HEIGHT - BOTTOM))
-    found = place_labels([places[index] for index in order], [names[index] for index in order], frame, [limit_word])
+    found = place_labels([places[index] for index in order], [names[index] for index in order], frame, taken)
     by_index = dict(zip(order, found, strict=True))
     return [by_index[index] for index in range(len(names))]
 
 
 def _mark(index: int, one: TradePoint, x: float, y: float, label: Label | None) -> str:
-    """One point that can be picked; a fitted order is a square, the chosen point has a ring."""
+    """One point that can be picked; a fitted order is a square, the chosen point has a ring, a misfit is pale."""
     colour = f"var({COLOURS.get(one.recompute, CURVE)})"
+    pale = "" if one.fits else ' fill-opacity="0.4"'
     if one.schedule == "fit":
-        shape = f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"/>'
+        shape = f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"{pale}/>'
     else:
-        shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>'
+        shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"{pale}/>'
     if one.chosen:
         shape += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="var(--ink)" stroke-width="2"/>'
     if label is not None:
