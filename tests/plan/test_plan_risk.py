@@ -18,7 +18,7 @@ from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.memory_correction import PARTS, MemoryRun
 from pipefit.cost.memory_file import MemoryFacts, facts_of
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
-from pipefit.plan.explain import explain_text
+from pipefit.plan.explain import explain_text, memory_table
 from pipefit.plan.make import make_plan
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.risk import make_plan_at_risk, peak_parts, reach_bytes
@@ -106,6 +106,30 @@ def test_it_is_printed() -> None:
     assert "corrected" in text and "at most" in text
     assert f"memory on {KIND}: corrected by 20 measured plans of up to 4 devices" in text
     assert "probability" not in explain_text(make_plan(toy_model(), cluster(1e12), JOB))
+
+
+def test_what_nothing_fits_into_is_told_as_the_users_own_memory() -> None:
+    """Not only in bytes of the analytic model, which the search counts and nobody has on a card."""
+    with pytest.raises(DoesNotFitError, match="No plan fits") as error:
+        make_plan_at_risk(toy_model(), cluster(2**10), JOB, facts())
+    assert "by the analytic model, which may say, at a risk of 5.0%, 64.0 MiB for the 1.00 KiB of H100" in str(
+        error.value
+    )
+    taken = facts_of([replace(run, measured_bytes=run.measured_bytes + 2**30) for run in facts().runs])
+    with pytest.raises(DoesNotFitError, match="No plan fits"):
+        make_plan_at_risk(toy_model(), cluster(2**10), JOB, taken)
+
+
+def test_what_is_printed_of_fitting_is_by_the_correction() -> None:
+    """Devices without the workspace that the analytic model assumes: its peaks are beyond all of their memory."""
+    best = make_plan(toy_model(), cluster(1e12), JOB)
+    small = cluster(1.2 * need(best, 1.0, 1.0))
+    assert small.kinds[KIND].memory_bytes < WORKSPACE_BYTES
+    plan = make_plan_at_risk(toy_model(), small, JOB, facts(), pins={"stages": 2, "replicas": (1,)})
+    assert plan.prediction is not None
+    used = [row[-4] for row in memory_table(plan).rows]
+    assert all(0 < float(one.rstrip("%")) <= 100 for one in used)
+    assert any(one.fits and not one.chosen for one in plan.prediction.trade)
 
 
 def test_mistakes() -> None:

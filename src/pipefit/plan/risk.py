@@ -52,14 +52,17 @@ def make_plan_at_risk(
     check_risk(risk)
     corrections = corrections_for(cluster, facts)
     limits = {
-        kind: reach_bytes(corrections[kind], float(device.memory_bytes), risk)
+        kind: max(1.0, reach_bytes(corrections[kind], float(device.memory_bytes), risk))
         if kind in corrections
         else float(device.memory_bytes)
         for kind, device in cluster.kinds.items()
     }
     last = 0.0
     for _ in range(ROUNDS):
-        plan = make_plan(model, _limited(cluster, limits), job, pins, **options)
+        try:
+            plan = make_plan(model, _limited(cluster, limits), job, pins, **options)
+        except DoesNotFitError as error:
+            raise _by_the_search(error, cluster, limits, risk) from None
         plan = with_risk(_as_planned_for(plan, cluster, limits), model, cluster, facts)
         assert plan.prediction is not None and plan.prediction.risk is not None
         last = plan.prediction.risk
@@ -186,11 +189,32 @@ def _limited(cluster: Cluster, limits: Mapping[str, float]) -> Cluster:
     return replace(cluster, kinds=kinds)
 
 
+def _by_the_search(
+    error: DoesNotFitError, cluster: Cluster, limits: Mapping[str, float], risk: float
+) -> DoesNotFitError:
+    """The error, saying what the limits are that it speaks of."""
+    each = ", ".join(
+        f"{format_bytes(limits[name])} for the {format_bytes(kind.memory_bytes)} of {name}"
+        for name, kind in cluster.kinds.items()
+    )
+    return DoesNotFitError(
+        error.what,
+        where=error.where,
+        seen=error.seen,
+        allowed=f"{error.allowed}; by the analytic model, which may say, at a risk of {risk:.1%}, {each}",
+        next_step=error.next_step,
+    )
+
+
 def _as_planned_for(plan: Plan, cluster: Cluster, limits: Mapping[str, float]) -> Plan:
     """The plan as one for the cluster itself, with its own limits."""
     assert plan.prediction is not None
+    kinds = Network(cluster).kinds
+    lanes = tuple(
+        replace(lane, limit_bytes=float(min(kinds[device].memory_bytes for device in plan.lane_group(index).devices)))
+        for index, lane in enumerate(plan.prediction.lanes)
+    )
     own = {float(int(limits[name])): float(kind.memory_bytes) for name, kind in cluster.kinds.items()}
-    lanes = tuple(replace(lane, limit_bytes=own[lane.limit_bytes]) for lane in plan.prediction.lanes)
     others = tuple(replace(one, limit_bytes=own.get(one.limit_bytes, one.limit_bytes)) for one in plan.alternatives)
     return replace(
         plan,
