@@ -52,8 +52,8 @@ def command(
         save(cluster, output)
         _finish(cluster, output, as_json, dump_text)
         return
-    _check(files, local, sequence, rounds, link_rounds, dtype)
-    _check_links(host_rounds, only)
+    _check(files, local, sequence, rounds, dtype)
+    _check_links(rails, link_rounds, host_rounds, only, model or [])
     from pipefit.run.launch import run_local
     from pipefit.run.setup import under_torchrun
 
@@ -131,7 +131,7 @@ class Progress:
             self._last = (what, quarter)
 
 
-def _check(files: list[str] | None, local: int, sequence: int, rounds: int, link_rounds: int, dtype: str) -> None:
+def _check(files: list[str] | None, local: int, sequence: int, rounds: int, dtype: str) -> None:
     if files:
         raise PipefitError(
             "Files are read only with --from.",
@@ -139,21 +139,22 @@ def _check(files: list[str] | None, local: int, sequence: int, rounds: int, link
             seen=" ".join(files),
             next_step=f"say what they are, for example --from nccl-tests {files[0]}",
         )
-    for option, value, least in (
-        ("--local", local, 0),
-        ("--sequence", sequence, 16),
-        ("--rounds", rounds, 1),
-        ("--link-rounds", link_rounds, 1),
-    ):
-        if value < least:
-            raise PipefitError("The number is too small.", where=option, seen=value, allowed=f"{least} or more")
+    _at_least(("--local", local, 0), ("--sequence", sequence, 16), ("--rounds", rounds, 1))
     if dtype not in ("", "float32", "bfloat16", "float64"):
         raise PipefitError(
             "The dtype is unknown.", where="--dtype", seen=repr(dtype), allowed="float32, bfloat16, float64"
         )
 
 
-def _check_links(host_rounds: str, only: str) -> None:
+def _at_least(*numbers: tuple[str, int, int]) -> None:
+    """Of every (option, value, least)."""
+    for option, value, least in numbers:
+        if value < least:
+            raise PipefitError("The number is too small.", where=option, seen=value, allowed=f"{least} or more")
+
+
+def _check_links(rails: int, link_rounds: int, host_rounds: str, only: str, model: list[str]) -> None:
+    _at_least(("--rails", rails, 1), ("--link-rounds", link_rounds, 1))
     if host_rounds not in ("auto", "all") and not (host_rounds.isdecimal() and int(host_rounds) >= 3):
         raise PipefitError(
             "The number of rounds of pairs of hosts is not understood.",
@@ -163,6 +164,13 @@ def _check_links(host_rounds: str, only: str) -> None:
         )
     if only not in ("", "links"):
         raise PipefitError("This part cannot be measured alone.", where="--only", seen=repr(only), allowed="links")
+    if only and model:
+        raise PipefitError(
+            "The layers of a model are not measured with --only links.",
+            where="--model",
+            seen=", ".join(model),
+            next_step="leave out --only or --model",
+        )
 
 
 def _died(error: RunError, output: Path) -> ClusterError:
