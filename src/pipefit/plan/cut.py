@@ -93,7 +93,6 @@ class Cutter:
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
         self._cuts: dict[object, Cut | None] = {}
-        self._floors: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._least: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
     def cut(self, job: Job, decisions: Decisions, spare_bytes: Sequence[float] = ()) -> Cut | None:
@@ -165,16 +164,6 @@ class Cutter:
                 self._plain[plain] = self._make_row(self._probe(job, group, rows, recompute), job, share)
             self._rows[key] = replace(self._plain[plain], static_bytes=self._statics(job, share))
         return self._rows[key]
-
-    def floor_s(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
-        """(all layers forward, backward, both of the slowest layer): seconds of a microbatch where each is fastest."""
-        rows = self.rows(job, decisions)
-        key = tuple(dict.fromkeys(map(id, rows)))
-        if key not in self._floors:
-            forward = np.minimum.reduce([row.forward_s for row in rows])
-            backward = np.minimum.reduce([row.backward_s for row in rows])
-            self._floors[key] = (float(forward.sum()), float(backward.sum()), float((forward + backward).max()))
-        return self._floors[key]
 
     def floor_bytes(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
         """(all that stays, all that one microbatch keeps, memory of a device) where each is least, and most."""
