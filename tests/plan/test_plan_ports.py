@@ -9,6 +9,7 @@ from placement_toys import skewed_cluster
 from plan_toys import toy_model
 
 from pipefit.cluster import parse_spec
+from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.measured import Measured, RailCurve, Sharing, Uplink
 from pipefit.plan.build import Workbench
 from pipefit.plan.make import make_plan
@@ -67,3 +68,29 @@ def test_better_clusters_have_better_ports() -> None:
     more = grown.measured.rails[rail].sharing
     assert (more.out_bytes_per_s, more.in_shared) == ((1e9, 2e9, 3e9, 3e9), (False, True, True, True))
     assert more.uplinks[1].hosts == (*names[1:], grown.hosts[-1].name) and more.uplinks[0].hosts == (names[0],)
+
+
+def test_a_bound_that_replicas_at_their_own_pace_beat_is_not_told() -> None:
+    """Two pipelines, one with the slow device first, one with it last: in step both stages would be slow."""
+    quick, _ = data_sheet_kind("A100-80")
+    kinds = {
+        name: replace(
+            quick,
+            name=name,
+            peak_flops_per_s={dtype: times * peak / 1000 for dtype, peak in quick.peak_flops_per_s.items()},
+            memory_bandwidth_bytes_per_s=times * quick.memory_bandwidth_bytes_per_s / 1000,
+            overhead_s=0.0,
+        )
+        for name, times in (("fast", 4.0), ("slow", 1.0))
+    }
+    plain = parse_spec("4x1xA100-80:100GB/s")
+    hosts = tuple(
+        replace(host, kind=kind) for host, kind in zip(plain.hosts, ("fast", "slow", "slow", "fast"), strict=True)
+    )
+    cluster = replace(plain, kinds=kinds, hosts=hosts)
+    pins = {"stages": 2, "replicas": (1, 1), "microbatches": 1, "schedule": "1f1b", "mapping": (0, 1, 2, 3)}
+    plan = make_plan(toy_model(12), cluster, Job(batch=512, sequence=4096, precision="float32"), pins)
+    assert plan.prediction is not None
+    bound_s = search(Workbench(toy_model(12), cluster), plan.job, pins).lower_bound_s
+    assert bound_s > plan.prediction.step_s, "the case must be one"
+    assert plan.prediction.lower_bound_s == 0.0

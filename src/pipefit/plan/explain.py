@@ -45,7 +45,7 @@ def forecast(plan: Plan) -> list[str]:
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1
         lines.append(
-            f"lower bound of every plan considered: {format_seconds(prediction.lower_bound_s)} "
+            f"lower bound of every plan considered, its replicas in step: {format_seconds(prediction.lower_bound_s)} "
             f"(compute alone, cut evenly, memory not counted); this plan is {over:.1%} above it"
         )
     if prediction.risk is not None:

@@ -56,7 +56,7 @@ def make_plan(
     found = on_shared_ports(bench, found, top)
     best = found.fitting[0]
     plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
-    plan = predict(plan, model, best.simulation, min(found.lower_bound_s, best.step_s))
+    plan = predict(plan, model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
     if found.open_bound_s >= plain.step_s:
@@ -80,6 +80,12 @@ def make_plan(
         trade=curve.points,
     )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
+
+
+def sound_bound_s(bound_s: float, step_s: float) -> float:
+    """The bound, or 0 for none. It is proved for replicas that keep step; on unlike devices or links, replicas that go
+    at their own pace can be faster, and then it bounds nothing."""
+    return bound_s if bound_s <= step_s else 0.0
 
 
 def _with(found: Found, best: Evaluated) -> Found:

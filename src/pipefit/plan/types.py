@@ -210,6 +210,7 @@ class Prediction:
     "Model FLOPs of one step, without recomputation."
     lanes: tuple[LanePrediction, ...]
     lower_bound_s: float = 0.0
+    "Of every plan considered, with replicas that keep step; 0 where there is none."
     binds: str = ""
     "What limits it: compute of a stage, a link, or memory."
     assumptions: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ def bound_section(prediction: Prediction) -> str:
         share = prediction.lower_bound_s / prediction.step_s
         above = prediction.step_s / prediction.lower_bound_s - 1.0
         parts = [
-            f"<p>No plan in the space that was searched can take less than "
+            f"<p>No plan in the space that was searched, its replicas in step, can take less than "
             f"<b>{format_seconds(prediction.lower_bound_s)}</b> a step (a lower bound, which may not be reachable). "
             f"This one is predicted to take <b>{format_seconds(prediction.step_s)}</b>, {percent(above)} above it.</p>"
             f'<div class="gauge" role="img" aria-label="The bound is {percent(share)} of the predicted step">'
