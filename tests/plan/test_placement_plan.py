@@ -124,7 +124,7 @@ def test_a_mapping_can_be_given() -> None:
     ("mapping", "words"),
     [
         ((0, 1, 2), ["No plan that fits takes as many devices", "3 devices", "allowed: 8"]),
-        ((0, 1, 2, 3, 4, 5, 6, 6), ["The devices must be different ones"]),
+        ((0, 1, 2, 3, 4, 5, 6, 6), ["The devices must be different ones", "where: --fix mapping"]),
         ((0, 1, 2, 3, 4, 5, 6, 9), ["The devices must be different ones", "8 of 0 to 7"]),
     ],
 )

@@ -161,7 +161,7 @@ def _check_devices(decisions: Decisions, devices: int) -> None:
     if chosen and (len(chosen) != needed or len({*chosen}) != needed or not all(0 <= d < devices for d in chosen)):
         raise PlanError(
             "The devices must be different ones of the cluster, one for each place.",
-            where="devices",
+            where="--fix mapping",
             seen=chosen,
             allowed=f"{needed} of 0 to {devices - 1}",
         )
