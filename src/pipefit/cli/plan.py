@@ -31,9 +31,10 @@ def command(
     memory: Annotated[
         Path | None, typer.Option(help="A memory correction, as `pipefit verify --record` writes it.")
     ] = None,
-    risk: float | None = typer.Option(
-        None, help="With --memory: the probability of not fitting that the plan may have. Default: 0.05."
-    ),
+    risk: Annotated[
+        float | None,
+        typer.Option(help="With --memory: the probability of not fitting that the plan may have. Default: 0.05."),
+    ] = None,
     allow_other_environment: bool = typer.Option(
         False, "--allow-other-environment", help="Use a cluster that was measured with other software."
     ),
