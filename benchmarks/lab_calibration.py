@@ -10,7 +10,6 @@ uplink against an even share of it; and the pace of all devices at once. Needs r
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from lab_clusters import SLOW_PORT, drawn
 from pipefit.codec import dump_text
 from pipefit.errors import PipefitError
 from pipefit.lab import check, lifecycle, network, streams
@@ -28,9 +27,7 @@ from pipefit.lab.tables import DeviceTable
 from provenance import provenance, write_result
 
 HOSTS = (4, 8, 16)
-RATES = (3e6, 6e6, 12e6, 18e6)
 RACK = 4
-SLOW_PORT = 2e6
 
 
 def main() -> int:
@@ -55,27 +52,9 @@ def main() -> int:
 
 def skewed(count: int, seed: int = 0) -> LabFile:
     """`count` hosts of two devices, every ordered pair with a rate of its own; racks of four where there are more."""
-    draw = random.Random(seed)
-    names = [f"host{h}" for h in range(count)]
-    matrix = tuple(
-        tuple(round(draw.choice(RATES) * draw.uniform(0.8, 1.2)) if a != b else 0.0 for b in range(count))
-        for a in range(count)
-    )
+    cluster = drawn("skewed", count, 2, seed, "drawn for the calibration of the lab")
+    names = [host.name for host in cluster.hosts]
     racks = [names[start : start + RACK] for start in range(0, count, RACK)] if count > RACK else []
-    kind = DeviceKind(
-        name="small",
-        memory_bytes=1 << 30,
-        peak_flops_per_s={"float64": 1e9, "float32": 1e9, "bfloat16": 1e9},
-        memory_bandwidth_bytes_per_s=1e9,
-    )
-    cluster = Cluster(
-        name=f"skewed-{count}",
-        kinds={"small": kind},
-        links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)},
-        hosts=tuple(Host(name=name, kind="small", devices=2, link="inside") for name in names),
-        rails=(Rail(name="network", latency_s=((0.0,) * count,) * count, bandwidth_bytes_per_s=matrix),),
-        provenance=Provenance(source="assumed", where="drawn for the calibration of the lab"),
-    )
     return LabFile(
         cluster=cluster,
         devices={"small": DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e9)},

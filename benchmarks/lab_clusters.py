@@ -8,6 +8,7 @@ stand for links of tens of Gbit/s and a large model's messages.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
 from lab_runs import CLUSTERS
@@ -22,6 +23,10 @@ SLOW, QUICK = 2e6, 5e6
 
 FLOPS = 1.0e9
 
+RATES = (3e6, 6e6, 12e6, 18e6)
+SLOW_PORT = 2e6
+"""Of clusters that are drawn: around what each ordered pair of hosts has, and the port of host 1."""
+
 MIXED_LINKS = (
     (0.0, 8e6, 3e6, 2.5e6),
     (7e6, 0.0, 2e6, 3.5e6),
@@ -34,6 +39,29 @@ MIXED_BOTH = (
     (3.5e6, 3e6, 0.0, 5e6),
     (3e6, 2e6, 5e6, 0.0),
 )
+
+
+def drawn(name: str, count: int, devices: int, seed: int, where: str) -> Cluster:
+    """`count` hosts of some `devices`, every ordered pair with a rate of its own; `where`: what it was drawn for."""
+    draw = random.Random(seed)
+    matrix = tuple(
+        tuple(round(draw.choice(RATES) * draw.uniform(0.8, 1.2)) if a != b else 0.0 for b in range(count))
+        for a in range(count)
+    )
+    kind = DeviceKind(
+        name="small",
+        memory_bytes=1 << 30,
+        peak_flops_per_s={"float64": 1e9, "float32": 1e9, "bfloat16": 1e9},
+        memory_bandwidth_bytes_per_s=1e9,
+    )
+    return Cluster(
+        name=f"{name}-{count}",
+        kinds={"small": kind},
+        links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)},
+        hosts=tuple(Host(name=f"host{h}", kind="small", devices=devices, link="inside") for h in range(count)),
+        rails=(Rail(name="network", latency_s=((0.0,) * count,) * count, bandwidth_bytes_per_s=matrix),),
+        provenance=Provenance(source="assumed", where=where),
+    )
 
 
 def clusters() -> dict[str, LabFile]:

@@ -6,7 +6,6 @@ alone (`pipefit.lab.check.requested`) is what the profile should find, and the p
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import tempfile
@@ -16,40 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail, load
+from lab_clusters import SLOW_PORT, drawn
+from pipefit.cluster import Cluster, load
 from pipefit.codec import dump_text
 from pipefit.lab import check
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.spec import LabFile, Port, Uplink
 
-RATES = (3e6, 6e6, 12e6, 18e6)
-SLOW_PORT = 2e6
 UPLINK = 9e6
 LIMIT_S = 280
 
 
 def given(count: int, seed: int = 0) -> LabFile:
     """`count` hosts of one device; host 1 has a slow port, the last quarter (two at least) share an uplink."""
-    draw = random.Random(seed)
-    names = [f"host{h}" for h in range(count)]
-    matrix = tuple(
-        tuple(round(draw.choice(RATES) * draw.uniform(0.8, 1.2)) if a != b else 0.0 for b in range(count))
-        for a in range(count)
-    )
-    kind = DeviceKind(
-        name="small",
-        memory_bytes=1 << 30,
-        peak_flops_per_s={"float64": 1e9, "float32": 1e9, "bfloat16": 1e9},
-        memory_bandwidth_bytes_per_s=1e9,
-    )
-    cluster = Cluster(
-        name=f"given-{count}",
-        kinds={"small": kind},
-        links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)},
-        hosts=tuple(Host(name=name, kind="small", devices=1, link="inside") for name in names),
-        rails=(Rail(name="network", latency_s=((0.0,) * count,) * count, bandwidth_bytes_per_s=matrix),),
-        provenance=Provenance(source="assumed", where="drawn for the measurement of links"),
-    )
+    cluster = drawn("given", count, 1, seed, "drawn for the measurement of links")
+    names = [host.name for host in cluster.hosts]
     rack = tuple(names[-max(2, count // 4) :])
     return LabFile(
         cluster=cluster,
