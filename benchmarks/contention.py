@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from formulas import closed_form, pipette, uniform
-from lab_runs import Measured, lab_of, profiled, run_plans, small_model, with_others
+from lab_runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from pipefit.cluster import Cluster
 from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.errors import PipefitError
@@ -60,16 +60,12 @@ def main() -> int:
     parser.add_argument("--json", help="Write the result here.")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance(), "job": {"batch": JOB.batch, "sequence": JOB.sequence}}
-    model, labs, began = small_model(), [], time.monotonic()
+    model, began = small_model(), time.monotonic()
     try:
-        for name in ("pair",) if arguments.quick else ([arguments.only] if arguments.only else LABS):
-            labs.append(measure(name, model, quick=arguments.quick))
-            print_lab(labs[-1])
+        labs = measured_labs(arguments, LABS, lambda name: measure(name, model, quick=arguments.quick), print_lab)
     except PipefitError as error:
         print(f"contention: {error.text()}", file=sys.stderr)
         return 2
-    if arguments.only:
-        labs = with_others(labs, arguments.json, LABS)
     rows = [row for lab in labs for row in lab["plans"] if row["valid"]]
     result |= {"labs": labs, "seconds": round(time.monotonic() - began), "targets": TARGETS}
     result["errors"] = errors_of(rows)

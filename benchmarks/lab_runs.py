@@ -9,11 +9,12 @@ A step's time is from the moment when the first rank begins it, after a barrier,
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,21 @@ class Measured:
     @property
     def median_s(self) -> float:
         return statistics.median(self.step_s)
+
+
+def measured_labs(
+    arguments: argparse.Namespace,
+    labs: Sequence[str],
+    measure: Callable[[str], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    """The labs that were asked for, measured and shown one by one: all, `--only` one (beside the others of a result
+    that stands), or the smallest under `--quick`."""
+    found = []
+    for name in ("pair",) if arguments.quick else ([arguments.only] if arguments.only else labs):
+        found.append(measure(name))
+        show(found[-1])
+    return with_others(found, arguments.json, labs) if arguments.only else found
 
 
 def with_others(labs: list[dict[str, Any]], path: str | None, order: Sequence[str]) -> list[dict[str, Any]]:

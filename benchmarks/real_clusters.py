@@ -31,7 +31,7 @@ from typing import Any
 
 from contention import laid, words
 from formulas import amp, uniform
-from lab_runs import Measured, lab_of, profiled, run_plans, small_model, with_others
+from lab_runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
@@ -66,16 +66,14 @@ def main() -> int:
     parser.add_argument("--json", help="Write the result here.")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance(), "job": {"batch": JOB.batch, "sequence": JOB.sequence}}
-    model, labs, began = small_model(), [], time.monotonic()
+    model, began = small_model(), time.monotonic()
     try:
-        for name in ("pair",) if arguments.quick else ([arguments.only] if arguments.only else LABS):
-            labs.append(measure(name, model, arguments.steps, arguments.quick))
-            print_lab(labs[-1])
+        labs = measured_labs(
+            arguments, LABS, lambda name: measure(name, model, arguments.steps, arguments.quick), print_lab
+        )
     except PipefitError as error:
         print(f"real_clusters: {error.text()}", file=sys.stderr)
         return 2
-    if arguments.only:
-        labs = with_others(labs, arguments.json, LABS)
     write_result(arguments.json, result | {"labs": labs, "seconds": round(time.monotonic() - began)})
     return 0 if arguments.quick or all(lab["reached"] for lab in labs) else 1
 

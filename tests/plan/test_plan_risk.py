@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from plan_toys import toy_model
 
-from pipefit.cli import main
 from pipefit.cluster import Cluster, parse_spec, save
 from pipefit.codec import digest, dump_text
 from pipefit.cost.memory import WORKSPACE_BYTES
@@ -141,7 +139,7 @@ def test_mistakes() -> None:
     assert "A100-80" in str(error.value) and KIND in str(error.value)
 
 
-def test_the_command(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_command(tmp_path: Path, pipefit) -> None:
     model, machines, memory = tmp_path / "model.json", tmp_path / "cluster.json", tmp_path / "memory.json"
     model.write_text(dump_text(toy_model()))
     save(cluster(1e12), machines)
@@ -149,14 +147,7 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch) -> None:
 
     def run(*words: str) -> tuple[int, str, str]:
         fixed = ["plan", "--model", str(model), "--cluster", str(machines), "--batch", "8", "--seq", "64"]
-        monkeypatch.setattr(sys, "argv", ["pipefit", *fixed, *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out = capsys.readouterr()
-        return code, out.out, out.err
+        return pipefit(*fixed, *words)
 
     code, out, _ = run("--memory", str(memory), "--risk", "0.1")
     assert code == 0 and "probability that it does not fit" in out

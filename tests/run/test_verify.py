@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipefit.cli import main
 from pipefit.cluster import local
 from pipefit.cost.memory_end import RUN_ELEMENTS
 from pipefit.cost.memory_file import load_memory
@@ -61,7 +59,7 @@ def with_lanes(plan: Plan, *lanes: tuple[float, float]) -> Plan:
 
 
 @pytest.fixture
-def command(tmp_path: Path, capsys, monkeypatch):  # type: ignore[no-untyped-def]
+def command(tmp_path: Path, pipefit, monkeypatch):  # type: ignore[no-untyped-def]
     """Run `pipefit verify` on a plan in this process, ranks included: (exit code, output, errors)."""
     model = opened()
     monkeypatch.setattr("pipefit.model.capture.capture", lambda family, config: model)
@@ -71,14 +69,7 @@ def command(tmp_path: Path, capsys, monkeypatch):  # type: ignore[no-untyped-def
         path = tmp_path / "plan.json"
         if plan is not None:
             save_plan(plan, path)
-        monkeypatch.setattr(sys, "argv", ["pipefit", "verify", str(path), *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out = capsys.readouterr()
-        return code, out.out, out.err
+        return pipefit("verify", str(path), *words)
 
     return run
 

@@ -7,7 +7,7 @@ curves where they exist behind the interface that the roofline has, and the roof
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -273,11 +273,3 @@ class MeasuredCosts:
 def _free(kind: str, total_bytes: float) -> float:
     """Collectives that cost nothing."""
     return 0.0
-
-
-def kinds_measured(measured: Measured) -> Mapping[str, int]:
-    """How many layer curves each device kind has."""
-    counts: dict[str, int] = {}
-    for curve in measured.layers:
-        counts[curve.kind] = counts.get(curve.kind, 0) + 1
-    return counts
