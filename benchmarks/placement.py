@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.placement import Budget, Searcher, place
-from pipefit.plan.placement_links import TICK_S
-from pipefit.plan.placement_shape import Question
+from pipefit.plan.placement.links import TICK_S
+from pipefit.plan.placement.search import Budget, Searcher, place
+from pipefit.plan.placement.shape import Question
 from placement_instances import LARGE, SMALL, Instance, lab, skewed
 from placement_pipette import pipette, pipette_on_estimate
 from provenance import provenance, write_result

@@ -21,7 +21,7 @@ from pipefit.model.graph import Graph, Layer, Model, Module, Operator, Parameter
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.placement_shape import Question, make_question
+from pipefit.plan.placement.shape import Question, make_question
 from pipefit.plan.search import evaluate
 from pipefit.plan.types import Job
 

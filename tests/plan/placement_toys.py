@@ -15,8 +15,8 @@ from pipefit.cost.work import PipelineWork
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import computed_schedule
-from pipefit.plan.placement_links import Ints
-from pipefit.plan.placement_shape import Question, make_question
+from pipefit.plan.placement.links import Ints
+from pipefit.plan.placement.shape import Question, make_question
 from pipefit.plan.types import Job
 from pipefit.plan.work import pipeline_work
 from pipefit.schedule.actions import Schedule

@@ -12,11 +12,11 @@ from placement_toys import Candidate, candidate, skewed_cluster
 from test_placement_estimate import chain, two_kinds
 
 from pipefit.cluster import Cluster
-from pipefit.plan import placement
-from pipefit.plan.placement import Budget, Placed, Searcher, constructions, place
-from pipefit.plan.placement_compile import functions
-from pipefit.plan.placement_links import TICK_S
-from pipefit.plan.placement_starts import (
+from pipefit.plan.placement import search
+from pipefit.plan.placement.compile import functions
+from pipefit.plan.placement.links import TICK_S
+from pipefit.plan.placement.search import Budget, Placed, Searcher, constructions, place
+from pipefit.plan.placement.starts import (
     block_moves,
     chain_order,
     cluster_order,
@@ -82,7 +82,7 @@ def test_compiled_and_plain_find_the_same_placement() -> None:
 
 
 def test_the_functions_are_compiled_when_numba_is_loaded_or_it_pays() -> None:
-    assert functions(False)["anneal"].__module__ == "pipefit.plan.placement_anneal"
+    assert functions(False)["anneal"].__module__ == "pipefit.plan.placement.anneal"
     assert not hasattr(functions(False)["anneal"], "py_func")
     import numba
 
@@ -97,7 +97,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_a_budget_of_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "CHUNK", 100)
+    monkeypatch.setattr(search, "CHUNK", 100)
     made = candidate(skewed_cluster(8), chain(4, 2))
     now = [0.0]
 

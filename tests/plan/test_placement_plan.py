@@ -12,11 +12,11 @@ from plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster
 from pipefit.errors import PlanError
-from pipefit.plan import placement_plan
 from pipefit.plan.check import check_plan
 from pipefit.plan.explain import explain_text
 from pipefit.plan.make import make_plan
 from pipefit.plan.pins import parse_pins
+from pipefit.plan.placement import in_planner
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.types import Job, Plan
 from pipefit.simulate import simulate
@@ -72,8 +72,8 @@ def test_nothing_is_searched_where_all_links_are_alike(monkeypatch: pytest.Monke
     def never(*arguments: object, **more: object) -> None:
         raise AssertionError("a placement was searched")
 
-    monkeypatch.setattr(placement_plan, "place", never)
-    monkeypatch.setattr(placement_plan, "make_question", never)
+    monkeypatch.setattr(in_planner, "place", never)
+    monkeypatch.setattr(in_planner, "make_question", never)
     plan = planned(toy_cluster(2, 4))
     assert notes(plan) == [] and "mapping" not in plan.decisions
     assert notes(planned(skewed_cluster(8), mapping="hostname")) == []

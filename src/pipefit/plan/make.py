@@ -14,7 +14,7 @@ from pipefit.plan.fitting import FIT, best_plans
 from pipefit.plan.left_out import left_out
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
-from pipefit.plan.placement_plan import place_found
+from pipefit.plan.placement.in_planner import place_found
 from pipefit.plan.ports import on_shared_ports
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory

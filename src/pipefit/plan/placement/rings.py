@@ -1,10 +1,10 @@
-"""Rings of a lane and ports that messages share: inner loops of the placement search, see `placement_kernel`."""
+"""Rings of a lane and ports that messages share: inner loops of the placement search, see `kernel`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipefit.plan.placement_arena import (
+from pipefit.plan.placement.arena import (
     BYTE_FACTOR,
     BYTES,
     DEVICE,
@@ -33,7 +33,7 @@ from pipefit.plan.placement_arena import (
     SHARED,
     SINGLE,
 )
-from pipefit.plan.placement_links import TICK_S
+from pipefit.plan.placement.links import TICK_S
 
 
 def add_load(a: int, b: int, amount: Any, load: Any, base: int, whole: Any, at: Any) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
-from pipefit.plan.placement_links import TICK_S, Ints
-from pipefit.plan.placement_shape import Question
+from pipefit.plan.placement.links import TICK_S, Ints
+from pipefit.plan.placement.shape import Question
 from pipefit.schedule.compile import TaskGraph
 from pipefit.schedule.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
 from pipefit.schedule.times import Times, run_sweep

@@ -8,12 +8,12 @@ from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
-from pipefit.plan import placement_anneal, placement_kernel, placement_rings
+from pipefit.plan.placement import anneal, kernel, rings
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
-MODULES = (placement_rings, placement_kernel, placement_anneal)
+MODULES = (rings, kernel, anneal)
 """Whose functions they are."""
 
 OUTER = ("anneal", "recompute")

@@ -1,8 +1,8 @@
 """The inner loops of the placement search: times of transfers and rings, kept up as devices change places.
 
-Written once, so that they run as plain Python and, compiled, under numba (`placement_compile`). All times are whole
-ticks (`placement_links.TICK_S`) and sums of loads are made anew in one order, so that changing a placement step by
-step gives exactly what working it out from nothing gives. Arguments `whole`, `real`, `at`: see `placement_arena`.
+Written once, so that they run as plain Python and, compiled, under numba (`compile`). All times are whole
+ticks (`links.TICK_S`) and sums of loads are made anew in one order, so that changing a placement step by
+step gives exactly what working it out from nothing gives. Arguments `whole`, `real`, `at`: see `arena`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.placement_arena import (
+from pipefit.plan.placement.arena import (
     BUSY,
     CHANGED_BY,
     CHANGED_ENTRY,
@@ -73,7 +73,7 @@ from pipefit.plan.placement_arena import (
     WEIGHT,
     X,
 )
-from pipefit.plan.placement_rings import add_load, clear_load, ring_facts, term_ticks
+from pipefit.plan.placement.rings import add_load, clear_load, ring_facts, term_ticks
 
 
 def link_ticks(a: int, b: int, size: int, whole: Any, at: Any) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.placement_links import TICK_S, Ints, Links
-from pipefit.plan.placement_shape import Shape
+from pipefit.plan.placement.links import TICK_S, Ints, Links
+from pipefit.plan.placement.shape import Shape
 
 GAP = 1.3
 """How much farther apart racks must be than the hosts within them."""

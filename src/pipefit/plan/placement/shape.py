@@ -17,7 +17,7 @@ from pipefit.cost.table import beside_backward, shard_rings, slice_places, stage
 from pipefit.cost.types import Array
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import Group
-from pipefit.plan.placement_links import TICK_S, Ints, Links, link_arrays, ticks
+from pipefit.plan.placement.links import TICK_S, Ints, Links, link_arrays, ticks
 from pipefit.simulate import Timeline
 
 FlowKey = tuple[int, int, str, str, int]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan import placement_arena as names
-from pipefit.plan.placement_arena import Arena, make_arena
-from pipefit.plan.placement_links import Ints
-from pipefit.plan.placement_shape import Question
-from pipefit.plan.placement_starts import Moves
+from pipefit.plan.placement import arena as names
+from pipefit.plan.placement.arena import Arena, make_arena
+from pipefit.plan.placement.links import Ints
+from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.starts import Moves
 
 CUTS = 48
 """Critical paths that the estimate holds at most; the ones that matter least give way."""
@@ -145,6 +145,6 @@ def _reals(question: Question) -> dict[int, Array]:
 
 
 def _ports(question: Question) -> int:
-    """Ports that `placement_rings.add_load` counts."""
+    """Ports that `rings.add_load` counts."""
     links = question.links
     return 2 * len(question.devices) + 2 * len(links.inside_latency) * links.rails

@@ -1,4 +1,4 @@
-"""Moves over placements and simulated annealing: plain functions that `placement_compile` also compiles.
+"""Moves over placements and simulated annealing: plain functions that `compile` also compiles.
 
 Acceptance: a change for the worse of d ticks is taken if d < T x g, where g is drawn from a table of the exponential
 distribution: the rule of Metropolis et al. 1953, without a call of exp, which two libraries may round differently.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.plan.placement_arena import (
+from pipefit.plan.placement.arena import (
     AIMED,
     ALLOWED,
     ARRIVED,
@@ -55,7 +55,7 @@ from pipefit.plan.placement_arena import (
     WEIGHT,
     X,
 )
-from pipefit.plan.placement_kernel import commit, exchange, exchange_back, refresh, slot_cost, would_be
+from pipefit.plan.placement.kernel import commit, exchange, exchange_back, refresh, slot_cost, would_be
 
 REPAIRS = 16
 """Pipelines that are tried when a device has come to a lane."""

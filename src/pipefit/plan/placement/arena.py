@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.placement_links import Ints
+from pipefit.plan.placement.links import Ints
 
 (
     DEVICES, HOSTS, MATRICES, RAILS, SINGLE, KINDS,
@@ -33,13 +33,13 @@ lane its devices, whether it is a swap of two devices, how many flows it touches
 
 HOST, RAIL, MATRIX, SHARED, LATENCY, BUSY, INSIDE_LATENCY, INSIDE_BUSY, KIND = range(28, 37)
 """Links: [device], [device], [rail], [rail], [matrix, host, host], [size, matrix, host, host], [host], [size, host],
-[device]. See `placement_links.Links`."""
+[device]. See `links.Links`."""
 
 FLOW_START, SOURCE, TARGET, SIZE, FLOW_OF, SLOT_START, SLOT_MESSAGES = range(37, 44)
 """Transfers: [flow + 1], [message] four times, [slot + 1], the messages of every slot."""
 
 TERM_START, PASSES, MORE, LINE_START, ROW_START, ROW_TIME, ALLOWED = range(44, 51)
-"""Lanes: [lane + 1], [term], [term], [term + 1], [lane + 1], [row, kind], [lane + 1, kind]. See `placement_shape`."""
+"""Lanes: [lane + 1], [term], [term], [term + 1], [lane + 1], [row, kind], [lane + 1, kind]. See `shape`."""
 
 BLOCK_START, BLOCKS, BLOCK_WIDTH, BLOCK_SLOTS, BLOCK_OF, RACK_DEVICES, UNTIL = range(51, 58)
 """Moves: [level] three times, [block, slot] of all levels, [level, slot], [rack, device], [kind of move]."""
@@ -62,7 +62,7 @@ PER_BYTE, INSIDE_PER_BYTE, LATENCY_FACTOR, BYTE_FACTOR, BYTES, SHARE, LINE_SHARE
 """In `real`: [matrix, host, host], [host], [term] four times, [line] twice."""
 
 RING, LOAD_PER_BYTE = 88, 89
-"""In `real`: ten facts of the rings of a lane (`placement_rings.ring_facts`), and [port] scratch."""
+"""In `real`: ten facts of the rings of a lane (`rings.ring_facts`), and [port] scratch."""
 
 COUNT = 90
 

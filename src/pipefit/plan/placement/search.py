@@ -1,8 +1,8 @@
 """Which device does what: simulated annealing over permutations of the devices, decided by the simulator.
 
 The search works on an estimate of the simulated iteration that never lies above it: the largest of the critical paths
-met so far (`placement_paths`), over the times of all transfers and all stages' collectives, which are kept up
-incrementally as devices change places (`placement_kernel`). What a round of annealing finds is simulated, its critical
+met so far (`paths`), over the times of all transfers and all stages' collectives, which are kept up
+incrementally as devices change places (`kernel`). What a round of annealing finds is simulated, its critical
 path joins the estimate, and the next round goes on with what the estimate has learned. Seeded and deterministic as
 long as the budget is counted in moves. Pipette (arXiv 2405.18093) chose servers by annealing too, with one formula.
 """
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.plan.placement_arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
-from pipefit.plan.placement_compile import functions
-from pipefit.plan.placement_links import Ints
-from pipefit.plan.placement_paths import Paths
-from pipefit.plan.placement_shape import Question
-from pipefit.plan.placement_starts import (
+from pipefit.plan.placement.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
+from pipefit.plan.placement.compile import functions
+from pipefit.plan.placement.links import Ints
+from pipefit.plan.placement.paths import Paths
+from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.starts import (
     block_moves,
     chain_order,
     cluster_order,
@@ -31,7 +31,7 @@ from pipefit.plan.placement_starts import (
     tiled,
     tiles,
 )
-from pipefit.plan.placement_state import CUTS, new_state, set_moves
+from pipefit.plan.placement.state import CUTS, new_state, set_moves
 from pipefit.simulate import Timeline
 
 PROBES = 24
