@@ -22,6 +22,7 @@ SLOW, QUICK = 2e6, 5e6
 """25 and 10 Gbit/s, scaled."""
 
 FLOPS = 1.0e9
+MB = 10**6
 
 RATES = (3e6, 6e6, 12e6, 18e6)
 SLOW_PORT = 2e6
@@ -85,14 +86,28 @@ def clusters() -> dict[str, LabFile]:
         "half-2.5": half("half-2.5", 2.5, skewed(4)),
         "half-1.8": half("half-1.8", 1.8, skewed(4)),
         "links-only": lab("links-only", ["fast"] * 4, skewed(4), {"fast": FLOPS}),
-        "half-2.5-16": half("half-2.5-16", 2.5, skewed(8)),
+        "tight": half("tight", 2.5, skewed(4), memory_bytes={"fast": 10 * MB, "slow": 6 * MB}),
+        "half-2.5-16": half("half-2.5-16", 2.5, skewed(8), slow_flops_per_s=0.25 * FLOPS),
+        "half-2.5-32": half(
+            "half-2.5-32", 2.5, skewed(16), slow_flops_per_s=0.125 * FLOPS,
+            memory_bytes={"fast": 8 * MB, "slow": 5 * MB},
+        ),
     }  # fmt: skip
 
 
-def half(name: str, ratio: float, matrix: Sequence[Sequence[float]]) -> LabFile:
-    """Every second host's devices are `ratio` times as fast as the others'."""
+def half(
+    name: str,
+    ratio: float,
+    matrix: Sequence[Sequence[float]],
+    *,
+    slow_flops_per_s: float = 0.5 * FLOPS,
+    memory_bytes: Mapping[str, int] | None = None,
+) -> LabFile:
+    """Every second host's devices are `ratio` times as fast as the others'. More of them are slower in all, so that the
+    real work of one step, which is the same, has as long as before."""
     kinds = ["fast" if h % 2 == 0 else "slow" for h in range(len(matrix))]
-    return lab(name, kinds, matrix, {"fast": 0.5 * FLOPS * ratio, "slow": 0.5 * FLOPS})
+    rates = {"fast": slow_flops_per_s * ratio, "slow": slow_flops_per_s}
+    return lab(name, kinds, matrix, rates, memory_bytes=memory_bytes)
 
 
 def skewed(hosts: int) -> list[list[float]]:
@@ -110,15 +125,17 @@ def lab(
     devices: int = 2,
     ports: Mapping[str, Port] | None = None,
     uplinks: tuple[Uplink, ...] = (),
+    memory_bytes: Mapping[str, int] | None = None,
 ) -> LabFile:
-    """Hosts of these kinds joined by one network. The planner sees nothing of `devices`' tables, ports and uplinks."""
+    """Hosts of these kinds joined by one network. The planner sees nothing of `devices`' tables, ports and uplinks.
+    `memory_bytes` of each kind, where it is to be scarce."""
     count = len(hosts)
     cluster = Cluster(
         name=name,
         kinds={
             kind: DeviceKind(
                 name=kind,
-                memory_bytes=1 << 30,
+                memory_bytes=(memory_bytes or {}).get(kind, 1 << 30),
                 peak_flops_per_s={"float64": rate, "float32": rate, "bfloat16": rate},
                 memory_bandwidth_bytes_per_s=rate,
             )
