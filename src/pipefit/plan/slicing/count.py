@@ -1,0 +1,70 @@
+"""How many slices: where the time to fill the pipeline, which slices shorten, meets what each of them costs anew.
+
+With m sequences a replica on K stages, C seconds of a whole sequence on a stage and o more for every slice, a step
+takes about T(s) = (m + (K - 1) / s) C + (m s + K - 1) o, whatever the schedule, as long as it does not idle between.
+T is least at s* = sqrt((K - 1) C / (m o)) (dT/ds = 0; the sum of TeraPipe's equation 5, arXiv 2102.07988, for equal
+slices and m sequences).
+"""
+
+from __future__ import annotations
+
+import math
+
+from pipefit.plan.slicing.cuts import TimeOf, equal_cost, most_slices, slice_times
+
+STEPS = 8
+"""At most so many times the number of slices is found anew from the overhead at that number."""
+
+WIDE = (0.5, 1 / math.sqrt(2), math.sqrt(2), 2.0)
+"""Shares of the estimate that are worth trying beside its neighbours."""
+
+
+def estimate(stages: int, sequences: int, sequence_s: float, overhead_s: float) -> float:
+    """s*, not rounded and at least 1; infinite where slices cost nothing anew."""
+    if stages == 1 or sequence_s <= 0:
+        return 1.0
+    if overhead_s <= 0:
+        return math.inf
+    return max(1.0, math.sqrt((stages - 1) * sequence_s / (sequences * overhead_s)))
+
+
+def step_s(stages: int, sequences: int, sequence_s: float, overhead_s: float, slices: float) -> float:
+    """T(s): seconds of a step."""
+    return (sequences + (stages - 1) / slices) * sequence_s + (sequences * slices + stages - 1) * overhead_s
+
+
+def overhead_of(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> float:
+    """Seconds that each slice costs anew: what an equal-cost slicing takes more than the whole sequence, by slice.
+
+    It holds what is launched again, contexts read again, and products too small to fill the device, which is why it
+    depends on the number. `slices` is at least 2.
+    """
+    parts = slice_times(equal_cost(length, slices, time_of, multiple), time_of)
+    whole = slice_times((length,), time_of)
+    return max(0.0, float(parts.sum() - whole[0])) / (slices - 1)
+
+
+def estimate_for(length: int, stages: int, sequences: int, time_of: TimeOf, multiple: int = 1) -> float:
+    """s* for a stage of which `time_of` gives the seconds (forward and backward together, and what it waits for a
+    message that nothing hides): the estimate at the overhead of as many slices, from two slices on."""
+    most = most_slices(length, multiple)
+    if most == 1:
+        return 1.0
+    whole_s = float(slice_times((length,), time_of)[0])
+    slices = 2
+    for _ in range(STEPS):
+        known = estimate(stages, sequences, whole_s, overhead_of(length, slices, time_of, multiple))
+        found = min(max(2, round(min(known, most))), most)
+        if found == slices:
+            break
+        slices = found
+    return min(known, float(most))
+
+
+def neighbourhood(best: float, most: int) -> tuple[int, ...]:
+    """The numbers of slices worth trying around an estimate, ascending: 1 (no slices), the two integers about it, one
+    more on either side, and others up to twice and down to half of it; none above `most`."""
+    best = min(best, float(most))
+    low = math.floor(best)
+    near = {low - 1, low, low + 1, math.ceil(best) + 1} | {round(best * share) for share in WIDE}
+    return tuple(sorted({1} | {number for number in near if 1 <= number <= most}))

@@ -1,0 +1,158 @@
+"""Slicings with a given number of slices: all equally long, or all equally expensive.
+
+Later slices attend to more keys, so slices that cost the same become shorter towards the end (Li et al. 2021, arXiv
+2102.07988, section 3.3; Sun et al. 2024, arXiv 2406.03488, section 3.3, for FLOPs). Lengths are multiples of what
+kernels and shards want; what the sequence has beyond such a multiple lengthens the last slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import PlanError
+
+Counts = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+TimeOf = Callable[[Counts, Counts], Seconds]
+"""(tokens of slices, tokens before them) -> seconds of each; arrays of one shape. It grows with the tokens, and of two
+slices that end at the same token the shorter one costs no more."""
+
+CLOSE = 1e-9
+"""Bounds on the most expensive slice that differ by this share are taken as equal."""
+
+
+def elementwise(time_of: Callable[[int, int], float]) -> TimeOf:
+    """A function of one slice as a function of arrays."""
+
+    def of_arrays(tokens: Counts, past: Counts) -> Seconds:
+        pairs = zip(tokens.tolist(), past.tolist(), strict=True)
+        return np.array([time_of(own, before) for own, before in pairs], dtype=np.float64)
+
+    return of_arrays
+
+
+def grain(*sizes: int) -> int:
+    """The least number of tokens of which slices are made: a multiple of a kernel's tile, of the shards, and so on."""
+    return math.lcm(*sizes)
+
+
+def most_slices(length: int, multiple: int = 1) -> int:
+    """The most slices that a sequence of `length` tokens has when each has at least `multiple`."""
+    return max(1, length // multiple)
+
+
+def past_of(slices: Sequence[int]) -> Counts:
+    """Tokens before each slice."""
+    return np.concatenate([[0], np.cumsum(slices)[:-1]]).astype(np.int64)
+
+
+def slice_times(slices: Sequence[int], time_of: TimeOf) -> Seconds:
+    """Seconds of each slice."""
+    return time_of(np.asarray(slices, dtype=np.int64), past_of(slices))
+
+
+def uniform(length: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
+    """Slices of equal length, as far as `multiple` allows: those that are longer come first.
+
+    Raises PlanError where the sequence is too short for that many.
+    """
+    places = _places(length, slices, multiple)
+    cells = len(places) - 1
+    stops = [-(-cells * i // slices) for i in range(slices + 1)]
+    return tuple(int(size) for size in np.diff(places[stops]))
+
+
+def equal_cost(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> tuple[int, ...]:
+    """The slicing whose most expensive slice is as cheap as any slicing's; below that bound the slices cost the same,
+    as far as `multiple` allows.
+
+    The bound is found by bisection: with a bound, slices that are as long as it allows reach furthest. Between the
+    boundaries reached so from the start and from the end, the slack is shared out evenly. Raises PlanError where the
+    sequence is too short for that many slices.
+    """
+    grid = _Grid(_places(length, slices, multiple), time_of)
+    bound_s = _least_bound(grid, slices)
+    furthest, earliest = grid.furthest(bound_s, slices), grid.earliest(bound_s, slices)
+    stops = [0]
+    for i in range(1, slices):
+        even = furthest[i] - (furthest[i] - earliest[i]) * i / slices
+        wanted = max(round(even), earliest[i], stops[-1] + 1)
+        stops.append(min(wanted, grid.reach(stops[-1], bound_s, slices - i)))
+    return tuple(int(size) for size in np.diff(grid.places[[*stops, grid.cells]]))
+
+
+def _places(length: int, slices: int, multiple: int) -> Counts:
+    """The tokens at which slices may begin and end."""
+    if not 1 <= slices <= most_slices(length, multiple):
+        raise PlanError(
+            f"A sequence of {length} tokens cannot be cut into so many slices"
+            + (f" of at least {multiple} tokens." if multiple > 1 else "."),
+            where="slices",
+            seen=slices,
+            allowed=f"1 to {most_slices(length, multiple)}",
+            next_step="use fewer slices, or longer sequences",
+        )
+    places = np.arange(max(1, length // multiple) + 1, dtype=np.int64) * multiple
+    places[-1] = length
+    return places
+
+
+def _least_bound(grid: _Grid, slices: int) -> float:
+    """The cost of the most expensive slice of the slicing where that is least."""
+    low, high = 0.0, float(grid.row(0)[-1])
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        stops = grid.furthest(middle, slices)
+        if stops[-1] == grid.cells:
+            high = min(middle, max(float(grid.row(a)[b - a - 1]) for a, b in pairwise(stops)))
+        else:
+            low = middle
+    return high
+
+
+class _Grid:
+    """What slices cost between the places at which they may begin and end."""
+
+    def __init__(self, places: Counts, time_of: TimeOf) -> None:
+        self.places, self.cells, self.time_of = places, len(places) - 1, time_of
+        self._rows: dict[int, Seconds] = {}
+
+    def row(self, start: int) -> Seconds:
+        """Seconds of the slices that begin at place `start`, by their last cell; never falling."""
+        if start not in self._rows:
+            sizes = self.places[start + 1 :] - self.places[start]
+            times = self.time_of(sizes, np.full_like(sizes, self.places[start]))
+            self._rows[start] = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
+        return self._rows[start]
+
+    def reach(self, start: int, bound_s: float, left: int) -> int:
+        """The place where the longest slice within the bound ends that leaves a cell to each of `left` more slices;
+        `start` where no slice is within it."""
+        last = start + int(np.searchsorted(self.row(start), bound_s * (1 + CLOSE), side="right"))
+        return min(last, self.cells - left)
+
+    def furthest(self, bound_s: float, slices: int) -> list[int]:
+        """The boundaries of slices that each are as long as the bound allows."""
+        stops = [0]
+        for left in reversed(range(slices)):
+            stops.append(self.reach(stops[-1], bound_s, left))
+            if stops[-1] == stops[-2]:
+                break
+        return stops
+
+    def earliest(self, bound_s: float, slices: int) -> list[int]:
+        """The earliest boundaries from which the rest of the slices reach the end within the bound."""
+        stops = [self.cells]
+        for left in reversed(range(1, slices)):
+            low, high = left, stops[-1] - 1
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.reach(middle, bound_s, 0) >= stops[-1] else (middle + 1, high)
+            stops.append(high)
+        return [0, *reversed(stops)]
