@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from pipefit.codec import digest
@@ -28,7 +29,16 @@ def size_value(size: Size, symbols: Mapping[str, int]) -> int:
     """The number that a size stands for, given values for its symbols."""
     if isinstance(size, int):
         return size
-    return math.prod(int(factor) if factor.isdigit() else symbols[factor] for factor in size.split("*"))
+    number, letters = size_factors(size)
+    return number * math.prod(map(symbols.__getitem__, letters))
+
+
+@lru_cache(maxsize=4096)
+def size_factors(size: str) -> tuple[int, tuple[str, ...]]:
+    """(product of the numbers, symbols) of a size."""
+    factors = size.split("*")
+    numbers = math.prod(int(factor) for factor in factors if factor.isdigit())
+    return numbers, tuple(factor for factor in factors if not factor.isdigit())
 
 
 def element_count(shape: Shape, symbols: Mapping[str, int]) -> int:

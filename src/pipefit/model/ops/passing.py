@@ -11,13 +11,14 @@ gradient on as it is. A weight gradient that is put off keeps what the column "W
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipefit.model.graph import Graph, Operator
 from pipefit.model.ops.kind import Call
 from pipefit.model.ops.regions import Region, arrange
-from pipefit.model.ops.saved import Analysis, Recompute, call_of, effective_recompute, kept
+from pipefit.model.ops.saved import Recompute, analysis_of, call_of, effective_recompute, kept
 from pipefit.model.ops.table import KINDS
 
 
@@ -111,13 +112,23 @@ class _Walk:
 
     def __init__(self, graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> None:
         self.graph, self.symbols, self.compute_bytes = graph, symbols, compute_bytes
-        self.analysis = Analysis(graph, compute_bytes)
+        self.analysis = analysis_of(graph, compute_bytes)
         self.choice = effective_recompute(graph, recompute)
         self.kept = kept(graph, recompute, compute_bytes)
         self.calls: list[Call] = [call_of(graph, operator, symbols, compute_bytes) for operator in graph.operators]
         members = self.kept.again if self.choice == "selective" else ()
         self.items: list[int | Region] = arrange(graph, members) if members else list(range(len(graph.operators)))
         self.inputs = {tensor.name for tensor in graph.inputs if self.analysis.counts(tensor.name)}
+        self.needs = {item: self._needs(item) for item in self.items}
+        "The kept storages that the backward of each item refers to."
+        self.readers = Counter(name for needed in self.needs.values() for name in needed)
+
+    def _needs(self, item: int | Region) -> set[str]:
+        if isinstance(item, Region):
+            names: Iterable[str] = [name for name in item.inputs if self.analysis.counts(name)]
+        else:
+            names = self.analysis.saves(self.graph.operators[item])
+        return {self.analysis.root[name] for name in names}
 
     def forward(self) -> int:
         """The peak of F."""
@@ -208,21 +219,9 @@ class _Backward:
         "Values of such regions."
         for name in values:
             self.storages[name] = heap.new(walk.bytes_of(name))
-            for _ in range(self._readers(name) - 1):
+            for _ in range(walk.readers[name] - 1):  # at least one, for what is kept for no gradient
                 heap.hold(self.storages[name])
         self.statistics = {index: heap.new(walk.own_bytes(index)) for index in statistics}
-
-    def _needs(self, item: int | Region) -> set[str]:
-        """The kept storages that the backward of an item refers to."""
-        if isinstance(item, Region):
-            names = [name for name in item.inputs if self.analysis.counts(name)]
-        else:
-            names = self.analysis.saves(self.graph.operators[item])
-        return {self.analysis.root[name] for name in names}
-
-    def _readers(self, name: str) -> int:
-        """How many items keep this storage; at least one, for what is kept for no gradient."""
-        return max(1, sum(name in self._needs(item) for item in self.walk.items))
 
     def run(self, gradient: int) -> None:
         self.gradients[self.graph.outputs[0]] = gradient
@@ -233,7 +232,7 @@ class _Backward:
                 for name in self.analysis.saves(self.graph.operators[item]):
                     self._bring_back(name)
                 self._operator(item)
-            for name in self._needs(item):
+            for name in self.walk.needs[item]:
                 if name in self.storages:
                     self.heap.drop(self.storages[name])
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
-from pipefit.model.graph import Graph, Operator, Shape, element_count, size_value
+from pipefit.model.graph import Graph, Operator, Shape, size_factors, size_value
 from pipefit.model.ops.kind import Call
 from pipefit.model.ops.table import KINDS
 
@@ -42,7 +43,7 @@ class Kept:
 
 def saved_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> Saved:
     """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P)."""
-    analysis = Analysis(graph, compute_bytes)
+    analysis = analysis_of(graph, compute_bytes)
     held = kept(graph, recompute, compute_bytes)
     values = sum(analysis.value_bytes(name, symbols) for name in held.values)
     for index in held.statistics:
@@ -61,7 +62,13 @@ def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
 
 def kept(graph: Graph, recompute: Recompute, compute_bytes: int) -> Kept:
     """Which values, statistics and reruns `recompute` means for this graph."""
-    analysis = Analysis(graph, compute_bytes)
+    analysis = analysis_of(graph, compute_bytes)
+    if recompute not in analysis.kept:
+        analysis.kept[recompute] = _kept(graph, recompute, analysis)
+    return analysis.kept[recompute]
+
+
+def _kept(graph: Graph, recompute: Recompute, analysis: Analysis) -> Kept:
     choice = effective_recompute(graph, recompute)
     everything = range(len(graph.operators))
     if choice == "full":
@@ -98,6 +105,22 @@ def element_bytes(dtype: str, compute_bytes: int) -> int:
     return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "bool": 1}[dtype]
 
 
+_ANALYSES: dict[tuple[int, int], Analysis] = {}
+"""By the identity of the graph, which each of them keeps alive, and the width."""
+
+MOST_ANALYSES = 1024
+
+
+def analysis_of(graph: Graph, compute_bytes: int) -> Analysis:
+    """The analysis of a graph, made once: the costs of every size of a layer ask for it."""
+    key = (id(graph), compute_bytes)
+    if key not in _ANALYSES:
+        if len(_ANALYSES) >= MOST_ANALYSES:
+            _ANALYSES.clear()
+        _ANALYSES[key] = Analysis(graph, compute_bytes)
+    return _ANALYSES[key]
+
+
 class Analysis:
     """Storages and gradients of one graph: who aliases whom, and what needs what."""
 
@@ -112,7 +135,11 @@ class Analysis:
             for name in op.inputs:
                 self.consumers.setdefault(name, []).append(index)
         self.root: dict[str, str] = {}
+        self.kept: dict[Recompute, Kept] = {}
+        "What `kept` has found."
         self._gradient: dict[str, bool] = {"": False}
+        self._saves: dict[str, tuple[str, ...]] = {}
+        self._factors: dict[str, tuple[int, tuple[str, ...]]] = {}
         self._find_roots()
         self._find_gradients()
 
@@ -160,11 +187,14 @@ class Analysis:
             return False
         return name in self.producer or self.tensors[name].role == "activation"
 
-    def saves(self, operator: Operator) -> list[str]:
-        if not self.needs_gradient(operator.outputs[0]):
-            return []
-        names = KINDS[operator.kind].saves(operator, self.needs_gradient)
-        return [name for name in names if name and self.counts(name)]
+    def saves(self, operator: Operator) -> tuple[str, ...]:
+        """The values that the backward of an operator of this graph needs."""
+        result = operator.outputs[0]
+        if result not in self._saves:
+            needed = self.needs_gradient(result)
+            names = KINDS[operator.kind].saves(operator, self.needs_gradient) if needed else ()
+            self._saves[result] = tuple(name for name in names if name and self.counts(name))
+        return self._saves[result]
 
     def has_own(self, index: int) -> bool:
         kind = KINDS[self.graph.operators[index].kind]
@@ -201,8 +231,14 @@ class Analysis:
         return tuple(name for name in self.tensors if name in found)
 
     def value_bytes(self, name: str, symbols: Mapping[str, int]) -> int:
-        tensor = self.tensors[name]
-        return element_count(tensor.shape, symbols) * self._width(tensor.dtype)
+        if name not in self._factors:
+            tensor = self.tensors[name]
+            parts = [size_factors(str(size)) for size in tensor.shape]
+            number = prod(each for each, _ in parts)
+            letters = tuple(letter for _, each in parts for letter in each)
+            self._factors[name] = (number * self._width(tensor.dtype), letters)
+        number, letters = self._factors[name]
+        return number * prod(map(symbols.__getitem__, letters))
 
     def gradient_root(self, name: str) -> str:
         """The value whose gradient is the same storage as the gradient of `name`: sums and views hand it on."""
