@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 
-from pipefit.plan.slicing.cuts import TimeOf, equal_cost, most_slices, slice_times
+from pipefit.plan.slicing.cuts import Cutter, TimeOf, equal_cost, most_slices, slice_times
 
-STEPS = 8
-"""At most so many times the number of slices is found anew from the overhead at that number."""
+RISING = 4
+"""Numbers of slices are tried until one is so many times the best."""
 
 WIDE = (0.5, 1 / math.sqrt(2), math.sqrt(2), 2.0)
 """Shares of the estimate that are worth trying beside its neighbours."""
@@ -44,21 +44,33 @@ def overhead_of(length: int, slices: int, time_of: TimeOf, multiple: int = 1) ->
     return max(0.0, float(parts.sum() - whole[0])) / (slices - 1)
 
 
-def estimate_for(length: int, stages: int, sequences: int, time_of: TimeOf, multiple: int = 1) -> float:
-    """s* for a stage of which `time_of` gives the seconds (forward and backward together, and what it waits for a
-    message that nothing hides): the estimate at the overhead of as many slices, from two slices on."""
+def estimate_for(length: int, stages: int, sequences: int, time_of: TimeOf, multiple: int = 1) -> int:
+    """The number of slices at which equal-cost cuts take least, by the sum of TeraPipe's equation 5 for `sequences`
+    sequences: s* where slices cost the same anew however many they are, and right about it where small ones fill the
+    device less and less.
+
+    `time_of` gives the seconds of a stage, forward and backward together, and what it waits for messages.
+    """
     most = most_slices(length, multiple)
-    if most == 1:
-        return 1.0
-    whole_s = float(slice_times((length,), time_of)[0])
-    slices = 2
-    for _ in range(STEPS):
-        known = estimate(stages, sequences, whole_s, overhead_of(length, slices, time_of, multiple))
-        found = min(max(2, round(min(known, most))), most)
-        if found == slices:
+    cutter = Cutter(length, time_of, multiple)
+    known: dict[int, float] = {}
+
+    def time_s(slices: int) -> float:
+        if slices not in known:
+            parts = slice_times(cutter.equal_cost(slices), time_of)
+            known[slices] = float(sequences * parts.sum() + (stages - 1) * parts.max())
+        return known[slices]
+
+    best = 1
+    for number in sorted({min(most, round(math.sqrt(2) ** power)) for power in range(2 * most.bit_length() + 1)}):
+        best = min(best, number, key=time_s)
+        if number > RISING * best:
             break
-        slices = found
-    return min(known, float(most))
+    while True:
+        near = [number for number in (best - 1, best + 1) if 1 <= number <= most and time_s(number) < time_s(best)]
+        if not near:
+            return best
+        best = min(near, key=time_s)
 
 
 def neighbourhood(best: float, most: int) -> tuple[int, ...]:

@@ -23,8 +23,10 @@ TimeOf = Callable[[Counts, Counts], Seconds]
 """(tokens of slices, tokens before them) -> seconds of each; arrays of one shape. It grows with the tokens, and of two
 slices that end at the same token the shorter one costs no more."""
 
-CLOSE = 1e-9
+CLOSE = 1e-7
 """Bounds on the most expensive slice that differ by this share are taken as equal."""
+
+ROUNDING = 1 + 1e-12
 
 
 def elementwise(time_of: Callable[[int, int], float]) -> TimeOf:
@@ -52,6 +54,13 @@ def past_of(slices: Sequence[int]) -> Counts:
     return np.concatenate([[0], np.cumsum(slices)[:-1]]).astype(np.int64)
 
 
+def places_of(length: int, multiple: int = 1) -> Counts:
+    """The tokens at which slices may begin and end: multiples, and the end of the sequence for the last of them."""
+    places = np.arange(most_slices(length, multiple) + 1, dtype=np.int64) * multiple
+    places[-1] = length
+    return places
+
+
 def slice_times(slices: Sequence[int], time_of: TimeOf) -> Seconds:
     """Seconds of each slice."""
     return time_of(np.asarray(slices, dtype=np.int64), past_of(slices))
@@ -62,7 +71,8 @@ def uniform(length: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
 
     Raises PlanError where the sequence is too short for that many.
     """
-    places = _places(length, slices, multiple)
+    _require(length, slices, multiple)
+    places = places_of(length, multiple)
     cells = len(places) - 1
     stops = [-(-cells * i // slices) for i in range(slices + 1)]
     return tuple(int(size) for size in np.diff(places[stops]))
@@ -76,19 +86,11 @@ def equal_cost(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> 
     boundaries reached so from the start and from the end, the slack is shared out evenly. Raises PlanError where the
     sequence is too short for that many slices.
     """
-    grid = _Grid(_places(length, slices, multiple), time_of)
-    bound_s = _least_bound(grid, slices)
-    furthest, earliest = grid.furthest(bound_s, slices), grid.earliest(bound_s, slices)
-    stops = [0]
-    for i in range(1, slices):
-        even = furthest[i] - (furthest[i] - earliest[i]) * i / slices
-        wanted = max(round(even), earliest[i], stops[-1] + 1)
-        stops.append(min(wanted, grid.reach(stops[-1], bound_s, slices - i)))
-    return tuple(int(size) for size in np.diff(grid.places[[*stops, grid.cells]]))
+    return Cutter(length, time_of, multiple).equal_cost(slices)
 
 
-def _places(length: int, slices: int, multiple: int) -> Counts:
-    """The tokens at which slices may begin and end."""
+def _require(length: int, slices: int, multiple: int) -> None:
+    """Raises PlanError where there cannot be so many slices."""
     if not 1 <= slices <= most_slices(length, multiple):
         raise PlanError(
             f"A sequence of {length} tokens cannot be cut into so many slices"
@@ -98,32 +100,46 @@ def _places(length: int, slices: int, multiple: int) -> Counts:
             allowed=f"1 to {most_slices(length, multiple)}",
             next_step="use fewer slices, or longer sequences",
         )
-    places = np.arange(max(1, length // multiple) + 1, dtype=np.int64) * multiple
-    places[-1] = length
-    return places
 
 
-def _least_bound(grid: _Grid, slices: int) -> float:
-    """The cost of the most expensive slice of the slicing where that is least."""
-    low, high = 0.0, float(grid.row(0)[-1])
-    while high - low > CLOSE * high:
-        middle = (low + high) / 2
-        stops = grid.furthest(middle, slices)
-        if stops[-1] == grid.cells:
-            high = min(middle, max(float(grid.row(a)[b - a - 1]) for a, b in pairwise(stops)))
-        else:
-            low = middle
-    return high
+class Cutter:
+    """Equal-cost cuts of one sequence; knows what slices cost between the places at which they may begin and end."""
 
-
-class _Grid:
-    """What slices cost between the places at which they may begin and end."""
-
-    def __init__(self, places: Counts, time_of: TimeOf) -> None:
-        self.places, self.cells, self.time_of = places, len(places) - 1, time_of
+    def __init__(self, length: int, time_of: TimeOf, multiple: int = 1) -> None:
+        self.length, self.multiple, self.time_of = length, multiple, time_of
+        self.places = places_of(length, multiple)
+        self.cells = len(self.places) - 1
         self._rows: dict[int, Seconds] = {}
 
-    def row(self, start: int) -> Seconds:
+    def equal_cost(self, slices: int) -> tuple[int, ...]:
+        """See the function of this name."""
+        _require(self.length, slices, self.multiple)
+        bound_s = self._least_bound(slices)
+        furthest, earliest = self._furthest(bound_s, slices), self._earliest(bound_s, slices)
+        stops = [0]
+        for i in range(1, slices):
+            even = furthest[i] - (furthest[i] - earliest[i]) * i / slices
+            wanted = max(round(even), earliest[i], stops[-1] + 1)
+            stops.append(min(wanted, self._reach(stops[-1], bound_s, slices - i)))
+        return tuple(int(size) for size in np.diff(self.places[[*stops, self.cells]]))
+
+    def _least_bound(self, slices: int) -> float:
+        """The cost of the most expensive slice of the slicing where that is least."""
+        even = [-(-self.cells * i // slices) for i in range(slices + 1)]
+        low, high = 0.0, self._longest(even)
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            stops = self._furthest(middle, slices)
+            if stops[-1] == self.cells:
+                high = min(middle, self._longest(stops))
+            else:
+                low = middle
+        return high
+
+    def _longest(self, stops: Sequence[int]) -> float:
+        return max(float(self._row(start)[stop - start - 1]) for start, stop in pairwise(stops))
+
+    def _row(self, start: int) -> Seconds:
         """Seconds of the slices that begin at place `start`, by their last cell; never falling."""
         if start not in self._rows:
             sizes = self.places[start + 1 :] - self.places[start]
@@ -131,28 +147,28 @@ class _Grid:
             self._rows[start] = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
         return self._rows[start]
 
-    def reach(self, start: int, bound_s: float, left: int) -> int:
+    def _reach(self, start: int, bound_s: float, left: int) -> int:
         """The place where the longest slice within the bound ends that leaves a cell to each of `left` more slices;
         `start` where no slice is within it."""
-        last = start + int(np.searchsorted(self.row(start), bound_s * (1 + CLOSE), side="right"))
+        last = start + int(np.searchsorted(self._row(start), bound_s * ROUNDING, side="right"))
         return min(last, self.cells - left)
 
-    def furthest(self, bound_s: float, slices: int) -> list[int]:
-        """The boundaries of slices that each are as long as the bound allows."""
+    def _furthest(self, bound_s: float, slices: int) -> list[int]:
+        """The boundaries of slices that each are as long as the bound allows; fewer where one does not fit in it."""
         stops = [0]
         for left in reversed(range(slices)):
-            stops.append(self.reach(stops[-1], bound_s, left))
+            stops.append(self._reach(stops[-1], bound_s, left))
             if stops[-1] == stops[-2]:
                 break
         return stops
 
-    def earliest(self, bound_s: float, slices: int) -> list[int]:
+    def _earliest(self, bound_s: float, slices: int) -> list[int]:
         """The earliest boundaries from which the rest of the slices reach the end within the bound."""
         stops = [self.cells]
         for left in reversed(range(1, slices)):
             low, high = left, stops[-1] - 1
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if self.reach(middle, bound_s, 0) >= stops[-1] else (middle + 1, high)
+                low, high = (low, middle) if self._reach(middle, bound_s, 0) >= stops[-1] else (middle + 1, high)
             stops.append(high)
         return [0, *reversed(stops)]

@@ -1,0 +1,84 @@
+"""TeraPipe's joint cut of the batch and of the sequences: a knapsack over parts of the batch (Li et al. 2021, arXiv
+2102.07988, section 3.4).
+
+A step's sequences are divided into parts of b rows; every part is one microbatch, cut into slices of its own, and
+all slices of all parts flow through the pipeline one after the other. For a bound on the longest slice, the least sum
+of a part of b rows is TeraPipe's shortest path, and the least sum of B rows a knapsack over parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.plan.slicing.bounds import NONE, Found, best_bound
+from pipefit.plan.slicing.cuts import TimeOf
+from pipefit.plan.slicing.terapipe import Paths
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One microbatch."""
+
+    rows: int
+    slices: tuple[int, ...]
+    "Tokens; the same for all parts with as many rows."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A step's microbatches, those with most rows first."""
+
+    parts: tuple[Part, ...]
+    total_s: float
+    longest_s: float
+    step_s: float
+
+
+def best_batch(
+    length: int,
+    rows: int,
+    stages: int,
+    time_of: Callable[[int], TimeOf],
+    *,
+    multiple: int = 8,
+    most_rows: int | None = None,
+    eps_s: float = 0.0,
+    compiled: bool | None = None,
+) -> Batch:
+    """The parts of `rows` sequences of `length` tokens, and their slices, with the least total time.
+
+    `time_of(b)` is the time of slices of b rows; parts have at most `most_rows`. O(rows x cells^2 + rows^2) for a
+    bound. `eps_s`: see `best_bound`.
+    """
+    sizes = range(1, min(rows, most_rows or rows) + 1)
+    paths = {size: Paths(length, time_of(size), multiple, compiled) for size in sizes}
+
+    def within(bound_s: float) -> Found:
+        return _pack(rows, {size: path.within(bound_s) for size, path in paths.items()})[0]
+
+    candidates = np.unique(np.concatenate([path.candidates for path in paths.values()])).tolist()
+    bound_s, found = best_bound(candidates, within, stages, eps_s)
+    _, chosen = _pack(rows, {size: path.within(bound_s) for size, path in paths.items()})
+    slices = {size: paths[size].slices(bound_s) for size in set(chosen)}
+    return Batch(
+        parts=tuple(Part(size, slices[size]) for size in sorted(chosen, reverse=True)),
+        total_s=found.total_s,
+        longest_s=found.longest_s,
+        step_s=found.step_s(stages),
+    )
+
+
+def _pack(rows: int, found: dict[int, Found]) -> tuple[Found, tuple[int, ...]]:
+    """(the least sum of parts with `rows` rows together, the rows of the parts)."""
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for count in range(1, rows + 1):
+        best.append(min((best[count - size][0] + one.total_s, size) for size, one in found.items() if size <= count))
+    if best[rows][0] == NONE:
+        return Found(NONE, NONE), ()
+    parts: list[int] = []
+    while sum(parts) < rows:
+        parts.append(best[rows - sum(parts)][1])
+    return Found(best[rows][0], max(found[size].longest_s for size in parts)), tuple(parts)

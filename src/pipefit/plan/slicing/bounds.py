@@ -1,0 +1,87 @@
+"""The least of sum + (K - 1) longest, over all bounds on the longest slice, without trying every one.
+
+TeraPipe (Li et al. 2021, arXiv 2102.07988, section 3.3) tries every entry of its table as the bound t_max, ascending,
+and stops once K t_max exceeds the best time found; optionally it skips a bound that lies within eps of the last.
+Here bounds are tried by halving the interval between two that were tried: the least sum never grows with the bound,
+so the sum at the interval's end and its smallest bound tell what may be found inside. The result is the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+NONE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best slicing whose slices are all within some bound."""
+
+    total_s: float
+    "The least sum; infinite where no slicing is within the bound."
+    longest_s: float
+    "The longest slice that it uses."
+
+    def step_s(self, stages: int) -> float:
+        """Equation 5: the sum, and the longest slice once for every further stage."""
+        return self.total_s + (stages - 1) * self.longest_s if self.total_s < NONE else NONE
+
+
+def best_bound(
+    candidates: Sequence[float], best_within: Callable[[float], Found], stages: int, eps_s: float = 0.0
+) -> tuple[float, Found]:
+    """(bound, what is found within it) for which sum + (stages - 1) longest is least.
+
+    `candidates` ascend and hold every time that a slice may take. Exact with `eps_s` 0; else intervals that are not
+    wider are left out, and the result is at most stages x eps_s above the least.
+    """
+    search = _Search(candidates, best_within, stages)
+    search.look(len(candidates) - 1)
+    low = search.first_feasible()
+    open_ = [(low, len(candidates) - 1)]
+    while open_:
+        low, high = open_.pop()
+        low, high = search.narrowed(low, high)
+        if high - low < 2 or search.hopeless(low, high) or candidates[high] - candidates[low + 1] <= eps_s:
+            continue
+        middle = (low + high) // 2
+        search.look(middle)
+        open_ += [(middle, high), (low, middle)]
+    return candidates[search.best], search.seen[search.best]
+
+
+class _Search:
+    def __init__(self, candidates: Sequence[float], best_within: Callable[[float], Found], stages: int) -> None:
+        self.candidates, self.best_within, self.stages = candidates, best_within, stages
+        self.seen: dict[int, Found] = {}
+        self.best = len(candidates) - 1
+
+    def look(self, place: int) -> Found:
+        """What is found within a candidate; keeps the best."""
+        if place not in self.seen:
+            self.seen[place] = found = self.best_within(self.candidates[place])
+            if found.step_s(self.stages) < self.seen[self.best].step_s(self.stages):
+                self.best = place
+        return self.seen[place]
+
+    def first_feasible(self) -> int:
+        """The smallest candidate within which there is a slicing."""
+        low, high = -1, len(self.candidates) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.look(middle).total_s < NONE else (middle, high)
+        return high
+
+    def narrowed(self, low: int, high: int) -> tuple[int, int]:
+        """The interval without the bounds between what the upper one uses and itself: they find the same."""
+        used = bisect_left(self.candidates, self.seen[high].longest_s, lo=low, hi=high)
+        self.seen.setdefault(used, self.seen[high])
+        return low, used
+
+    def hopeless(self, low: int, high: int) -> bool:
+        """Whether nothing strictly between can be better than the best so far."""
+        bound_s = self.candidates[low + 1]
+        least_s = max(self.seen[high].total_s, bound_s) + (self.stages - 1) * bound_s
+        return least_s >= self.seen[self.best].step_s(self.stages)

@@ -1,0 +1,116 @@
+"""TeraPipe's slicing: the dynamic program of Li et al. 2021 (arXiv 2102.07988, section 3.3), exact on its objective.
+
+With all forwards before all backwards, K equal stages and t_i the seconds of slice i on one of them (forward and
+backward together), a step takes sum t_i + (K - 1) max t_j (equation 5). For a bound on the longest slice the least
+sum is a shortest path over the places at which slices may end (equation 8); `bounds` finds the best bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipefit.plan.slicing.bounds import NONE, Found, best_bound
+from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, places_of
+from pipefit.schedule.kernel import choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """The slices of one sequence, and what they take on one stage."""
+
+    slices: tuple[int, ...]
+    "Tokens."
+    total_s: float
+    longest_s: float
+    step_s: float
+    "What TeraPipe's objective gives for them."
+
+
+def best_slicing(
+    length: int,
+    stages: int,
+    time_of: TimeOf,
+    *,
+    multiple: int = 8,
+    sequences: int = 1,
+    eps_s: float = 0.0,
+    compiled: bool | None = None,
+) -> Slicing:
+    """The slicing of `sequences` sequences, sliced alike, with the least total time on `stages` stages.
+
+    Slices are multiples of `multiple` tokens; what is left lengthens the last one. O(cells^2) for a bound, and some
+    hundred bounds. `eps_s`: see `best_bound`. `compiled` forces numba on or off.
+    """
+    paths = Paths(length, time_of, multiple, compiled)
+
+    def within(bound_s: float) -> Found:
+        found = paths.within(bound_s)
+        return Found(sequences * found.total_s, found.longest_s)
+
+    bound_s, found = best_bound(paths.candidates, within, stages, eps_s)
+    return Slicing(
+        slices=paths.slices(bound_s),
+        total_s=found.total_s / sequences,
+        longest_s=found.longest_s,
+        step_s=found.step_s(stages),
+    )
+
+
+class Paths:
+    """The slicings of one sequence as paths over the places at which slices may end, with the time of every slice."""
+
+    def __init__(self, length: int, time_of: TimeOf, multiple: int = 1, compiled: bool | None = None) -> None:
+        self.places = places_of(length, multiple)
+        self.times = slice_table(self.places, time_of)
+        self.candidates: list[float] = np.unique(self.times[np.isfinite(self.times)]).tolist()
+        "Every time that a slice may take, ascending."
+        cells = len(self.places) - 1
+        self._shortest = choose(shortest, cells * cells // 2, compiled)
+        self._total: Seconds = np.zeros(cells + 1)
+        self._longest: Seconds = np.zeros(cells + 1)
+        self._last: Counts = np.zeros(cells + 1, dtype=np.int64)
+
+    def within(self, bound_s: float) -> Found:
+        """The least sum of slices none of which takes longer than the bound."""
+        total_s = float(self._shortest(self.times, bound_s, self._total, self._longest, self._last))
+        return Found(total_s, float(self._longest[-1]) if total_s < NONE else NONE)
+
+    def slices(self, bound_s: float) -> tuple[int, ...]:
+        """The tokens of the slices that `within` finds."""
+        assert self.within(bound_s).total_s < NONE, "no slicing is within the bound"
+        stops = [len(self.places) - 1]
+        while stops[-1]:
+            stops.append(stops[-1] - int(self._last[stops[-1]]))
+        return tuple(int(size) for size in np.diff(self.places[stops[::-1]]))
+
+
+def slice_table(places: Counts, time_of: TimeOf) -> Seconds:
+    """[end - 1][cells - 1]: seconds of the slice of so many cells that ends at place `end`; infinite where it would
+    begin before the sequence."""
+    cells = len(places) - 1
+    times = np.full((cells, cells), NONE)
+    end, size = (index + 1 for index in np.tril_indices(cells))
+    start = places[end - size]
+    times[end - 1, size - 1] = time_of(places[end] - start, start)
+    return times
+
+
+def shortest(times: Any, bound_s: float, total: Any, longest: Any, last: Any) -> float:
+    """Fill, for every place, the least sum of slices within the bound that end there, the longest of them, and the
+    cells of the last one. Returns the sum of the whole sequence, infinite where there is none. Plain Python or numba.
+    """
+    cells = len(times)
+    for end in range(1, cells + 1):
+        best = np.inf
+        for size in range(1, end + 1):
+            time = times[end - 1, size - 1]
+            if time <= bound_s and total[end - size] + time < best:
+                best = total[end - size] + time
+                last[end] = size
+        total[end] = best
+        if best < np.inf:
+            longest[end] = max(longest[end - last[end]], times[end - 1, last[end] - 1])
+    return float(total[cells])
