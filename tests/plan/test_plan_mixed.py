@@ -246,6 +246,7 @@ def test_floors_are_below_every_cut() -> None:
         {"shards": (1, 1), "sharding": "megatron-sp"},
         {"replicas": (2, 1), "stages": 1},
         {"recompute": ("full", "none")},
+        {"recompute": ("selective", "selective", "none", "none"), "schedule": "zb-v"},
         {"replicas": (1, 1), "devices": 4},
         {"mapping": "hostname"},
     ],

@@ -166,27 +166,28 @@ class Floors:
         return guess
 
     def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
-        """Where stages differ in more than kinds: from the rows of every stage."""
-        floors: list[list[Floor]] = []
-        lanes: Array = np.zeros(0)
-        for which in range(len(panel.counts)):
-            floors.append([])
-            for way in range(len(panel.recompute)):
-                index = int(np.ravel_multi_index((which, way, 0, 0), panel.shape))
-                classes = self._classes(panel.decisions(index))
-                floors[-1].append(self._floor([one for one, _ in classes]))
-                lanes = np.array([count for _, count in classes], dtype=float)
-        return floors, lanes
+        """Where stages differ in more than kinds: from the rows of every stage. Lanes are of one class if they are
+        alike in all of the panel's candidates."""
+        ways = [
+            [
+                self._lanes(panel.decisions(int(np.ravel_multi_index((which, way, 0, 0), panel.shape))))
+                for way in range(len(panel.recompute))
+            ]
+            for which in range(len(panel.counts))
+        ]
+        members: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for lane in range(len(ways[0][0])):
+            alike = tuple(tuple(map(id, each[lane])) for line in ways for each in line)
+            members.setdefault(alike, []).append(lane)
+        floors = [[self._floor([each[same[0]] for same in members.values()]) for each in line] for line in ways]
+        return floors, np.array([len(same) for same in members.values()], dtype=float)
 
-    def _classes(self, decisions: Decisions) -> list[tuple[Class, int]]:
-        """The lanes of a candidate by what their stages cost, and how many there are of each class."""
-        rows = self.cutter.rows(self.job, decisions)
+    def _lanes(self, decisions: Decisions) -> list[Class]:
+        """Of every lane of a candidate, what its stages cost, each row once."""
         held: dict[int, dict[int, LayerRow]] = {}
-        for row, lane in zip(rows, decisions.lane_of_stage, strict=True):
+        for row, lane in zip(self.cutter.rows(self.job, decisions), decisions.lane_of_stage, strict=True):
             held.setdefault(lane, {})[id(row)] = row
-        counted = Counter(tuple(sorted(lane)) for lane in held.values())
-        rows_by_id = {id(row): row for row in rows}
-        return [(tuple(rows_by_id[one] for one in key), count) for key, count in counted.items()]
+        return [tuple(held[lane][key] for key in sorted(held[lane])) for lane in sorted(held)]
 
     def _floor(self, classes: Sequence[Class]) -> Floor:
         key = tuple(tuple(map(id, one)) for one in classes)
