@@ -19,6 +19,7 @@ from pipefit.model.graph import Operator
 from pipefit.model.ops import KINDS
 from pipefit.run.feed import Feed
 from pipefit.run.ops import Context, build_step
+from pipefit.run.shard_comm import ShardContext
 from pipefit.run.stage_record import Record
 from pipefit.shard.rules import Cut, labels_of, rules
 
@@ -72,8 +73,9 @@ def cut(value, labels, label, units, run):
     return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size).contiguous()
 
 
-def execute(case, operator, labelled, values, shape, place):
-    """(leaves, result) of the operator on one device's operands; `place` is its cut of the result, if it has one."""
+def execute(case, operator, labelled, values, shape, place, position=0, whole=None):
+    """(leaves, result) of the operator on one device's operands; `place` is its cut of the result, if it has one.
+    `whole` are everyone's operands: positions come from the feed, which has all of them."""
     attributes = operator.attributes
     if labelled.local is not None and place is not None:
         attributes = labelled.local(attributes, shape, place)
@@ -91,6 +93,7 @@ def execute(case, operator, labelled, values, shape, place):
             device=torch.device("cpu"),
             seed=0,
             slices=1,
+            shard=ShardContext(group=None, shares=SHARES, position=position),
         ),
     )
     record = Record(0, 0, Feed(), train=True)
@@ -102,7 +105,7 @@ def execute(case, operator, labelled, values, shape, place):
     for name in case.parameters & {name for name in leaves if leaves[name] is not None}:
         leaves[name].main_grad = torch.zeros_like(leaves[name])
     if "positions" in leaves:
-        record.feed.positions = leaves["positions"]
+        record.feed.positions = (whole or leaves)["positions"]
     elif case.kind == "dropout":
         record.feed.positions = torch.arange(TOKENS).expand(ROWS, TOKENS)
     record.feed.rows = torch.arange(ROWS)
@@ -145,10 +148,8 @@ def test_parts_make_the_whole(case, label):
             back = cut(dy, out, label, units, run)
             total = numbers(shape)[dim]
             shape = [*shape[:dim], back.shape[dim], *shape[dim + 1 :]]
-            place = Cut(dim, run[0] * total // units, total)
-            if case.kind == "dropout" and dim < 2:
-                continue  # rows and tokens of dropout come from the feed; the layout tests cover them
-        leaves, result = execute(case, operator, labelled, local, shape, place)
+            place = Cut(dim, run[0] * total // units if outputs[0][dim] not in ("B", "T") else -1, total)
+        leaves, result = execute(case, operator, labelled, local, shape, place, position, values)
         result.backward(back)
         results.append(result.detach())
         for name, labels in zip(case.inputs, labelled.inputs, strict=True):
@@ -161,6 +162,57 @@ def test_parts_make_the_whole(case, label):
     assert torch.allclose(together, whole, rtol=1e-12, atol=1e-13)
     for name, total in gradients.items():
         assert torch.allclose(total, gradient(whole_leaves[name]), rtol=1e-11, atol=1e-12), name
+
+
+def sums():
+    for case in CASES:
+        _, labelled, _ = labelled_of(case)
+        for number in range(len(labelled.linear)):
+            yield pytest.param(case, number, id=f"{case.id}-{number}")
+
+
+@pytest.mark.parametrize(("case", "number"), list(sums()))
+def test_partial_sums_pass_through(case, number):
+    """Addends in, addends out: what three devices make of their addends adds up to the whole, forward and backward."""
+    operator, labelled, outputs = labelled_of(case)
+    among = labelled.linear[number]
+    values = case.values()
+    whole_leaves, whole = execute(case, operator, labelled, values, outputs[0], None)
+    dy = torch.randn(whole.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    whole.backward(dy)
+    generator = torch.Generator().manual_seed(4)
+    addends = {}
+    for index, (name, value) in enumerate(values.items()):
+        if index in among:
+            parts = [torch.randn(value.shape, dtype=torch.float64, generator=generator) for _ in range(2)]
+            addends[name] = [*parts, value - sum(parts)]
+    total = 0
+    gradients = {}
+    for position in range(3):
+        local = {name: addends[name][position] if name in addends else value for name, value in values.items()}
+        leaves, result = execute(case, operator, labelled, local, outputs[0], None, position, values)
+        result.backward(dy)
+        total = total + result.detach()
+        for name, leaf in leaves.items():
+            if leaf is not None and leaf.requires_grad:
+                gradients.setdefault(name, []).append(gradient(leaf))
+    assert torch.allclose(total, whole, rtol=1e-11, atol=1e-12)
+    for name, each in gradients.items():
+        wanted = gradient(whole_leaves[name])
+        if name in addends:  # the gradient of partial sums is whole on every device
+            assert all(torch.allclose(one, wanted, rtol=1e-11, atol=1e-12) for one in each), name
+        else:  # and of what is whole a partial sum
+            assert torch.allclose(sum(each), wanted, rtol=1e-11, atol=1e-12), name
+
+
+def test_what_is_not_linear_says_so():
+    passing = {case.kind for case in CASES if labelled_of(case)[1].linear}
+    assert passing <= {
+        "add", "sub", "mul", "div", "neg", "linear", "matmul", "rotary", "reshape", "transpose", "slice", "concat",
+    }  # fmt: skip
+    for case in CASES:
+        if case.kind == "linear" and case.values().get("bias") is not None:
+            assert not labelled_of(case)[1].linear, "a bias would be added once a device"
 
 
 def cut_view(value, labels, label, units, run):

@@ -129,6 +129,7 @@ class StageProgram:
         x = inputs.get("")
         for stretch in self.stretches:
             x = stretch.forward(record, x)
+        record.masks.clear()
         return self._outputs(record, x)
 
     def backward(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
@@ -163,6 +164,7 @@ class StageProgram:
             extent = feed.labels if feed.labels is not None else inputs[""]
         record.rows, record.tokens = extent.shape[0], extent.shape[1]
         shard = self.shard
+        record.local_rows = record.rows if shard is None else shard.length(record.rows)
         record.local_tokens = record.tokens if shard is None else shard.length(record.tokens)
         if len(inputs) > ("" in inputs):
             record.extras = {name: tensor for name, tensor in inputs.items() if name}
@@ -183,6 +185,7 @@ class StageProgram:
         for stretch in reversed(self.stretches):
             dx = stretch.backward(record, dx, extra_gradients, done)
         record.cache.clear()
+        record.masks.clear()
         record.extras = {}
         if self.slices > 1 and record.slice == 0:
             self._past.pop(record.microbatch, None)

@@ -46,7 +46,9 @@ class Record:
         "deferred",
         "extras",
         "feed",
+        "local_rows",
         "local_tokens",
+        "masks",
         "microbatch",
         "past",
         "pieces",
@@ -63,10 +65,12 @@ class Record:
         self.train = train
         self.rows = 0
         self.tokens = 0
+        self.local_rows = 0
         self.local_tokens = 0
         self.deferred: list[Deferred] | None = None
         self.pieces: list[Piece] = []
         self.cache: dict[Any, Any] = {}
+        self.masks: dict[Any, Any] = {}
         self.extras: dict[str, torch.Tensor] = {}
         self.past: Any = None
 

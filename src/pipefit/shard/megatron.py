@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from pipefit.layout import IDENTITY, gathered
 from pipefit.model.graph import Graph, Operator
-from pipefit.shard.program import TOKENS, Choice, Held, ShardedGraph, shard
-from pipefit.shard.rules import Labelled, labels_of
+from pipefit.shard.program import TOKENS, Choice, Held, ShardedGraph, labels_at, shard
+from pipefit.shard.rules import Labelled
 
 
 def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) -> ShardedGraph:
@@ -22,7 +22,7 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
     The hidden state between layers has form I, or G1 (tokens) with `sequence_parallel`. Raises PlanError if a device
     would get no head or no column.
     """
-    stream = gathered(1) if sequence_parallel else IDENTITY
+    stream = Held(gathered(1) if sequence_parallel else IDENTITY)
     columns = column_linears(graph)
 
     def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
@@ -80,11 +80,7 @@ def _units_downstream(
     result = 0
     for place in consumers.get(name, []):
         operator = graph.operators[place]
-        labelled = labels_of(
-            operator,
-            tuple(shapes[i] if i else None for i in operator.inputs),
-            tuple(shapes[o] for o in operator.outputs),
-        )
+        labelled = labels_at(shapes, operator)
         labels = labelled.inputs[operator.inputs.index(name)]
         label = None if labels is None else labels[dim]
         if label is None:

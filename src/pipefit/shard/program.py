@@ -1,9 +1,10 @@
 """Sharded graphs: from "which label of each operator is split" to one local graph per device, collectives inserted.
 
-The choices come from elsewhere (`megatron.py`; later a search). This file knows how forms convert: `G` to `I` by
-all_gather, `P` to `I` by all_reduce, `P` to `G` by reduce_scatter, `I` to `G` by a local slice. A value is converted
-once per form and the result shared by all its consumers. Tokens of a device are written with the symbol S, because
-T / devices is not a whole number in general; the runtime cuts T by the same shares.
+The choices come from elsewhere: `megatron.py` has a fixed rule, `recipe.py` what a search found. This file knows how
+forms convert: `G` to `I` by all_gather, `P` to `I` by all_reduce, `P` to `G` by reduce_scatter, `I` to `G` by a local
+slice. A value is converted once per form and the result shared by all its consumers. Tokens of a device are written
+with the symbol S and rows with R, because T / devices is not a whole number in general; the runtime cuts T and B by
+the same shares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Size, Ten
 from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
 
 TOKENS: Size = "T"
-LOCAL_TOKENS: Size = "S"
+ROWS: Size = "B"
+LOCAL: Mapping[Size, Size] = {TOKENS: "S", ROWS: "R"}
+"""What a device's part of a dimension is called whose size is only known at run time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,38 @@ class Held:
 
     form: Form = IDENTITY
     units: int = 0
-    "0 for tokens, whose number is only known at run time."
+    "0 for tokens and rows, whose number is only known at run time."
 
 
 WHOLE = Held()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Split one label of an operator, in so many units (0: as many as the dimension has)."""
+class Conversion:
+    """Bring a value from one form that it is held in to another."""
 
-    label: str
+    name: str
+    source: Held
+    target: Held
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one operator is computed: split along a label, passing partial sums on, or (neither) whole everywhere."""
+
+    label: str | None = None
     units: int = 0
+    "In so many units; 0: as many as the dimension has."
+    linear: int = -1
+    "Pass partial sums on: index into the operator's linear sets."
+    settle: Form | None = None
+    "What a partial result is reduced to at once; P: it stays as it is; None: the form of the residual stream."
+    before: tuple[Conversion, ...] = ()
+    "Conversions of inputs in front of the operator. What they do not give is converted the shortest way."
 
 
 Chooser = Callable[[int, Operator, Labelled, Mapping[str, Held]], Choice | None]
-"""(place, operator, its labels, how its inputs lie) -> what to split; None to compute it whole on every device."""
+"""(place, operator, its labels, how its inputs lie) -> the choice; None to compute it whole on every device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +77,8 @@ class ShardedGraph:
     output_form: Form
     "Of the first output."
     shares: tuple[int, ...]
+    forms: Mapping[str, Form]
+    "Of every value that an operator produces."
 
     def text(self) -> str:
         """The program for people: parameters with their forms, then one line an operator with everyone's shapes."""
@@ -77,8 +98,8 @@ class ShardedGraph:
 class Program:
     """Writes the local graphs of all positions side by side, operator by operator."""
 
-    def __init__(self, graph: Graph, shares: Sequence[int], stream: Form) -> None:
-        self.graph, self.shares, self.stream = graph, tuple(shares), stream
+    def __init__(self, graph: Graph, shares: Sequence[int], stream: Held) -> None:
+        self.graph, self.shares, self.stream = graph, tuple(shares), stream.form
         self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
         self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
         self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
@@ -89,30 +110,47 @@ class Program:
         self.tensors: list[list[Tensor]] = [[] for _ in self.shares]
         for tensor in graph.inputs:
             on_stream = tensor.role == "activation" and TOKENS in tensor.shape[1:2]
-            self.held[tensor.name] = Held(stream) if on_stream else WHOLE
+            self.held[tensor.name] = stream if on_stream else WHOLE
         self.input_held = dict(self.held)
 
-    def add(self, operator: Operator, labelled: Labelled, choice: Choice | None) -> None:
-        """Convert the inputs to what the choice needs, then write the operator; a partial result is reduced at once
-        to the form of the residual stream, and a bias is added after that, once."""
+    def add(self, operator: Operator, labelled: Labelled, choice: Choice) -> None:
+        """Convert the inputs to what the choice needs, then write the operator. A partial result is reduced at once
+        unless the choice keeps it; a bias is added after that, once."""
+        for conversion in choice.before:
+            self.convert(conversion)
+        partial = choice.label is not None and not any(choice.label in labels for labels in labelled.outputs)
+        settles = partial and choice.settle != PARTIAL
+        inputs, late = self._inputs(operator, labelled, choice, partial)
+        assert settles or not late, f"the bias of {operator.outputs} would be added once a device"
+        results = tuple(f"{name}.partial" for name in operator.outputs) if settles else operator.outputs
+        for name, source, labels in zip(results, operator.outputs, labelled.outputs, strict=True):
+            self.shapes[name], self.dtypes[name] = self.shapes[source], self.dtypes[source]
+            self.held[name] = Held(PARTIAL) if partial or choice.linear >= 0 else self._wanted(name, labels, choice)
+        self._write(operator, inputs, results, labelled)
+        if settles:
+            self._settle(operator, late, choice.settle)
+
+    def _inputs(
+        self, operator: Operator, labelled: Labelled, choice: Choice, partial: bool
+    ) -> tuple[tuple[str, ...], list[str]]:
+        """The inputs as the choice needs them, and what is added after the reduction of a partial result."""
         inputs = []
         late = []
-        partial = choice is not None and not any(choice.label in labels for labels in labelled.outputs)
+        sums = labelled.linear[choice.linear] if choice.linear >= 0 else ()
         for index, (name, labels) in enumerate(zip(operator.inputs, labelled.inputs, strict=True)):
             if name and partial and index in labelled.once:
                 late.append(self.bring(name, WHOLE))
                 inputs.append("")
             else:
-                inputs.append(self.bring(name, self._wanted(name, labels, choice)) if name else "")
-        results = operator.outputs
-        if partial:
-            results = tuple(f"{name}.partial" for name in results)
-        for name, source, labels in zip(results, operator.outputs, labelled.outputs, strict=True):
-            self.shapes[name], self.dtypes[name] = self.shapes[source], self.dtypes[source]
-            self.held[name] = Held(PARTIAL) if partial else self._wanted(name, labels, choice)
-        self._write(operator, tuple(inputs), results, labelled)
-        if partial:
-            self._settle(operator, late)
+                want = Held(PARTIAL) if index in sums else self._wanted(name, labels, choice)
+                inputs.append(self.bring(name, want) if name else "")
+        return tuple(inputs), late
+
+    def convert(self, conversion: Conversion) -> None:
+        """One conversion, from a form in which the value is held already."""
+        name, source, target = conversion.name, conversion.source, conversion.target
+        held = name if self.held[name] == source else self.converted[name, source]
+        self.converted[name, target] = self._convert(held, target, name)
 
     def bring(self, name: str, want: Held) -> str:
         """The name under which `name` is held as `want`; parameters simply take the form, values are converted."""
@@ -130,12 +168,12 @@ class Program:
                 self.converted[name, want] = self._convert(name, want, name)
         return self.converted[name, want]
 
-    def finish(self) -> ShardedGraph:
-        """The local graphs, with the outputs in the form of the residual stream (scalars whole)."""
+    def finish(self, gives: Held) -> ShardedGraph:
+        """The local graphs, with the outputs in the form `gives` (scalars whole)."""
         outputs = []
         for name in self.graph.outputs:
             on_stream = TOKENS in self.shapes[name][1:2]
-            outputs.append(self.bring(name, Held(self.stream) if on_stream else WHOLE))
+            outputs.append(self.bring(name, gives if on_stream else WHOLE))
         taken = [t.name for t in self.graph.inputs if t.role == "activation"]
         return ShardedGraph(
             graphs=tuple(self._local_graph(position, tuple(outputs)) for position in range(len(self.shares))),
@@ -143,6 +181,7 @@ class Program:
             input_form=self.input_held[taken[0]].form if taken else IDENTITY,
             output_form=self.held[outputs[0]].form,
             shares=self.shares,
+            forms={tensor.name: self.held[tensor.name].form for tensor in self.tensors[0]},
         )
 
     def local_shape(self, name: str, position: int) -> Shape:
@@ -152,8 +191,8 @@ class Program:
             return shape
         dim = held.form.dim
         assert dim is not None
-        if shape[dim] == TOKENS:
-            return (*shape[:dim], LOCAL_TOKENS, *shape[dim + 1 :])
+        if shape[dim] in LOCAL:
+            return (*shape[:dim], LOCAL[shape[dim]], *shape[dim + 1 :])
         start, stop = self.runs(name)[position]
         return (*shape[:dim], stop - start, *shape[dim + 1 :])
 
@@ -177,12 +216,12 @@ class Program:
             )
         return runs
 
-    def _wanted(self, name: str, labels: Labels | None, choice: Choice | None) -> Held:
-        if choice is None or labels is None or choice.label not in labels:
+    def _wanted(self, name: str, labels: Labels | None, choice: Choice) -> Held:
+        if choice.label is None or labels is None or choice.label not in labels:
             return WHOLE
         dim = labels.index(choice.label)
         size = self.shapes[name][dim]
-        if size == TOKENS:
+        if size in LOCAL:
             return Held(gathered(dim))
         assert isinstance(size, int), f"cannot split {name} {self.shapes[name]} along {dim}"
         return Held(gathered(dim), choice.units or size)
@@ -209,11 +248,11 @@ class Program:
             self._append(position, operator)
         return new
 
-    def _settle(self, operator: Operator, late: list[str]) -> None:
+    def _settle(self, operator: Operator, late: list[str], form: Form | None) -> None:
         """Reduce a partial result, then add what must be added once."""
         for name in operator.outputs:
             on_stream = TOKENS in self.shapes[name][1:2] and self.stream.kind == "G"
-            want = Held(self.stream) if on_stream else WHOLE
+            want = Held(form or (self.stream if on_stream else IDENTITY))
             summed = self._convert(f"{name}.partial", want, name)
             self.held[name] = want
             for bias in late:
@@ -255,7 +294,7 @@ class Program:
         held = self.held[name]
         assert held.form.dim is not None
         total = self.shapes[name][held.form.dim]
-        return Cut(held.form.dim, -1 if total == TOKENS else self.runs(name)[position][0], total)
+        return Cut(held.form.dim, -1 if total in LOCAL else self.runs(name)[position][0], total)
 
     def _append(self, position: int, operator: Operator) -> None:
         self.operators[position].append(operator)
@@ -265,7 +304,8 @@ class Program:
 
     def _local_graph(self, position: int, outputs: tuple[str, ...]) -> Graph:
         inputs = tuple(
-            Tensor(name=t.name, shape=self._input_shape(t), dtype=t.dtype, role=t.role) for t in self.graph.inputs
+            Tensor(name=t.name, shape=self.local_shape(t.name, position), dtype=t.dtype, role=t.role)
+            for t in self.graph.inputs
         )
         parameters = []
         for spec in self.graph.parameters:
@@ -279,21 +319,30 @@ class Program:
             tensors=tuple(self.tensors[position]),
         )
 
-    def _input_shape(self, tensor: Tensor) -> Shape:
-        if self.input_held[tensor.name].form.kind != "G":
-            return tensor.shape
-        return (tensor.shape[0], LOCAL_TOKENS, *tensor.shape[2:])
 
-
-def shard(graph: Graph, shares: Sequence[int], stream: Form, choose: Chooser) -> ShardedGraph:
-    """The program that `choose` describes, with the hidden state in form `stream` between layers (I or G1)."""
-    program = Program(graph, shares, stream)
+def shard(
+    graph: Graph,
+    shares: Sequence[int],
+    takes: Held,
+    choose: Chooser,
+    gives: Held | None = None,
+    after: Sequence[Conversion] = (),
+) -> ShardedGraph:
+    """The program that `choose` describes, with the hidden state coming in as `takes` and handed on as `gives` (the
+    same where it is not said); `after` converts results at the end."""
+    program = Program(graph, shares, takes)
     for place, operator in enumerate(graph.operators):
-        inputs = tuple(program.shapes[name] if name else None for name in operator.inputs)
-        outputs = tuple(program.shapes[name] for name in operator.outputs)
-        labelled = labels_of(operator, inputs, outputs)
-        program.add(operator, labelled, choose(place, operator, labelled, program.held))
-    return program.finish()
+        labelled = labels_at(program.shapes, operator)
+        program.add(operator, labelled, choose(place, operator, labelled, program.held) or Choice())
+    for conversion in after:
+        program.convert(conversion)
+    return program.finish(takes if gives is None else gives)
+
+
+def labels_at(shapes: Mapping[str, Shape], operator: Operator) -> Labelled:
+    """The labels of an operator, given the whole shapes of its inputs and outputs."""
+    inputs = tuple(shapes[name] if name else None for name in operator.inputs)
+    return labels_of(operator, inputs, tuple(shapes[name] for name in operator.outputs))
 
 
 def _shape_text(shape: Shape) -> str:

@@ -53,11 +53,12 @@ def build(operator: Operator, context: Context) -> Step:
             return (None,)
         feed = record.feed
         assert feed.rows is not None and feed.positions is not None, "dropout needs the feed's rows and positions"
-        positions = feed.positions
-        if dim == 1:
-            start, stop = shard.runs(record.tokens)[shard.position]
-            positions = positions[:, start:stop]
-        return (token_bits(key_of(seed, feed.step, layer, index), feed.rows, positions),)
+        rows, positions = feed.rows, feed.positions
+        if first < 0:
+            start, stop = shard.runs(positions.shape[dim])[shard.position]
+            positions = positions.narrow(dim, start, stop - start)
+            rows = rows[start:stop] if dim == 0 else rows
+        return (token_bits(key_of(seed, feed.step, layer, index), rows, positions),)
 
     def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
         return x if tokens is None else apply(x, tokens, features, p)

@@ -1,7 +1,8 @@
-"""rotary(x, positions) {theta, dim, scaling, style}: turn pairs of the first `dim` features of every head.
+"""rotary(x, positions) {theta, dim, scaling, style, cut}: turn pairs of the first `dim` features of every head.
 
 x (B, T, H, K), positions (B, T). The cos/sin table is made once per (microbatch, slice) in float32 or wider and shared
-by all layers through the record. Nothing else is kept: the backward turns the other way.
+by all layers through the record. Nothing else is kept: the backward turns the other way. `cut` is written by a shard
+program: which rows or tokens this device holds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def build(operator: Operator, context: Context) -> Step:
     values, factor = frequencies(attributes)
     frequency = torch.tensor(values, dtype=wide, device=context.device)
     key = ("rotary", digest({name: attributes[name] for name in ("theta", "dim", "scaling") if name in attributes}))
-    dtype = context.dtype
+    dtype, shard = context.dtype, context.shard
+    side = attributes.get("cut", (-1,))[0]
     apply = _Rotary.apply
 
     def prepare(record: Record) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +67,11 @@ def build(operator: Operator, context: Context) -> Step:
         if table is None:
             angle = (record.feed.positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(2)
             table = record.cache[key] = ((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype))
-        return table
+        if side < 0:
+            return table
+        start, stop = shard.runs(table[0].shape[side])[shard.position]
+        cos, sin = table
+        return cos.narrow(side, start, stop - start), sin.narrow(side, start, stop - start)
 
     return Step(
         lambda x, positions, cos, sin: apply(x, cos, sin, turn, dim),

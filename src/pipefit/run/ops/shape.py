@@ -28,9 +28,9 @@ def build_reshape(operator: Operator, context: Context) -> Step:
 
 
 def late_size(size: Size) -> Callable[[Record], int]:
-    """A function that gives a size's value for a record: products of integers, B, T and S (this share's tokens)."""
+    """A function that gives a size's value for a record: products of integers, B, T, and R and S of this share."""
     factors = str(size).split("*")
-    names = {"B": "rows", "T": "tokens", "S": "local_tokens"}
+    names = {"B": "rows", "T": "tokens", "R": "local_rows", "S": "local_tokens"}
     fixed = math.prod(int(factor) for factor in factors if factor.isdigit())
     late = [names[factor] for factor in factors if not factor.isdigit()]
 

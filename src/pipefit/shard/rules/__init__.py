@@ -27,7 +27,7 @@ Labels = tuple[str | None, ...]
 class Cut:
     """Where one device's part of output 0 lies: along which dimension, from which index, of how many.
 
-    `start` is -1 for tokens, whose number is only known at run time.
+    `start` is -1 for tokens and rows, whose number is only known at run time.
     """
 
     dim: int
@@ -45,6 +45,8 @@ class Labelled:
     "Labels that can only be cut at multiples: label -> how many units there are (groups of an attention)."
     once: tuple[int, ...] = ()
     "Inputs that are added to the output (a bias): with a partial output they are added after its reduction."
+    linear: tuple[tuple[int, ...], ...] = ()
+    "Sets of inputs in which the output is linear together: partial sums in all of a set, the rest whole, give a P."
     local: Callable[[Mapping[str, Any], Shape, Cut], Mapping[str, Any]] | None = None
     "(attributes, local shape of output 0, its cut) -> attributes on one device, where they name sizes or places."
 

@@ -1,4 +1,7 @@
-"""linear: by rows or tokens (x split in front), by columns (weight G0), by contraction (x G(last), weight G1 -> P)."""
+"""linear: by rows or tokens (x split in front), by columns (weight G0), by contraction (x G(last), weight G1 -> P).
+
+Without a bias partial sums in x pass through.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ def linear(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[
         outputs=((*front, "out"),),
         units={},
         once=(2,),
+        linear=((0,),) if bias is None else (),
     )
 
 

@@ -17,6 +17,7 @@ def matmul(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[
         inputs=((*front_a, "rows", "inner"), (*front_b, "inner", "columns")),
         outputs=((*front, "rows", "columns"),),
         units={},
+        linear=((0,), (1,)),
     )
 
 

@@ -1,4 +1,7 @@
-"""Pointwise operators, with broadcasting: any dimension; an operand that is broadcast along it stays whole."""
+"""Pointwise operators, with broadcasting: any dimension; an operand that is broadcast along it stays whole.
+
+Partial sums pass through sums, and through products with what is whole.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,14 @@ def pointwise(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tup
         )
 
     out = tuple(None if size == 1 else f"d{i}" for i, size in enumerate(outputs[0]))
-    return Labelled(inputs=tuple(map(labels, inputs)), outputs=(out,), units={})
+    linear = LINEAR.get(operator.kind, ())
+    if len(inputs) < 2 or inputs[1] is None:  # beside a number; adding one to every addend would add it several times
+        linear = () if operator.kind in ("add", "sub") else tuple(set_ for set_ in linear if set_ == (0,))
+    return Labelled(inputs=tuple(map(labels, inputs)), outputs=(out,), units={}, linear=linear)
 
+
+LINEAR = {"add": ((0, 1),), "sub": ((0, 1),), "mul": ((0,), (1,)), "div": ((0,),), "neg": ((0,),)}
+"""Inputs in which the output is linear together."""
 
 RULES = dict.fromkeys(
     (

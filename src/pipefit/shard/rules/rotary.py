@@ -1,13 +1,26 @@
-"""rotary: by rows, tokens and heads; the positions go with rows and tokens."""
+"""rotary: by rows, tokens and heads; the positions go with rows and tokens. Linear in x.
+
+Angles are made once for all layers from the positions of the whole slice, so a device must know which part is its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import Cut, Labelled
+from pipefit.shard.rules.dropout import place
 
 
 def rotary(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    return Labelled(inputs=(("d0", "d1", "d2", None), ("d0", "d1")), outputs=(("d0", "d1", "d2", None),), units={})
+    labels = ("d0", "d1", "d2", None)
+    return Labelled(inputs=(labels, labels[:2]), outputs=(labels,), units={}, linear=((0,),), local=place_of_angles)
+
+
+def place_of_angles(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    """The attribute `cut`, as dropout has it, where rows or tokens are split; angles are the same for all heads."""
+    return place(attributes, shape, cut) if cut.dim < 2 else attributes
 
 
 RULES = {"rotary": rotary}

@@ -24,7 +24,7 @@ def reshape(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple
         sizes = [size for size in (x[left.start], y[right.start]) if isinstance(size, int)]
         if len(left) + len(right) > 2 and sizes:
             units[f"g{number}"] = min(sizes)
-    return Labelled(inputs=(tuple(before),), outputs=(tuple(after),), units=units, local=local_shape)
+    return Labelled(inputs=(tuple(before),), outputs=(tuple(after),), units=units, linear=((0,),), local=local_shape)
 
 
 def local_shape(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
@@ -64,13 +64,14 @@ def _extent(size: Size) -> tuple[int, int]:
 def transpose(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     dims = operator.attributes["dims"]
     before = tuple(f"d{i}" for i in range(len(dims)))
-    return Labelled(inputs=(before,), outputs=(tuple(before[dim] for dim in dims),), units={})
+    return Labelled(inputs=(before,), outputs=(tuple(before[dim] for dim in dims),), units={}, linear=((0,),))
 
 
 def along(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     dim = int(operator.attributes["dim"])
     labels: Labels = tuple(None if i == dim else f"d{i}" for i in range(len(outputs[0])))
-    return Labelled(inputs=tuple(labels for _ in inputs), outputs=(labels,), units={})
+    every = tuple(range(len(inputs)))
+    return Labelled(inputs=tuple(labels for _ in inputs), outputs=(labels,), units={}, linear=(every,))
 
 
 RULES = {"reshape": reshape, "transpose": transpose, "slice": along, "concat": along}
