@@ -17,7 +17,7 @@ from pipefit.cluster.measured import ActionCurve, LayerCurve, LinkCurve, Measure
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
 from pipefit.cost.memory import Precision
-from pipefit.cost.roofline import CollectiveTime, LayerCost, LayerCosts, Place, Recompute, Roofline
+from pipefit.cost.roofline import CollectiveTime, LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
 
@@ -171,6 +171,7 @@ class MeasuredCosts:
         self._signatures: dict[int, tuple[Graph, str]] = {}
         self._origins: dict[str, None] = {}
         self._known: dict[object, LayerCost] = {}
+        self._seconds: dict[object, LayerSeconds] = {}
         overhead_s = stage_overhead_s(cluster)
         if overhead_s:
             self._note(f"running a stage costs {overhead_s * 1e6:.0f} us beside its layers: measured")
@@ -207,6 +208,22 @@ class MeasuredCosts:
             self._known[key] = self._layer(graph, place, kind, precision, recompute, collective, collective_key)
         return self._known[key]
 
+    def seconds(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerSeconds:
+        """The times of `layer` alone; arguments as there."""
+        key = (self._signature(graph), place, kind.name, precision, recompute, collective_key)
+        if key not in self._seconds:
+            self._seconds[key] = self._times(graph, place, kind, precision, recompute, collective, collective_key)
+        return self._seconds[key]
+
     def _layer(
         self,
         graph: Graph,
@@ -218,28 +235,42 @@ class MeasuredCosts:
         collective_key: object,
     ) -> LayerCost:
         guess = self.roofline.layer(graph, place, kind, precision, recompute, collective, collective_key)
+        times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+        return replace(guess, **times._asdict())
+
+    def _times(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None,
+        collective_key: object,
+    ) -> LayerSeconds:
+        guess = self.roofline.seconds(graph, place, kind, precision, recompute, collective, collective_key)
         times = self.times(graph, place, kind, precision)
         if place.rows == 0:
             return guess
-        silent = self.roofline.layer(graph, place, kind, precision, recompute, _free, "no collectives")
+        silent = self.roofline.seconds(graph, place, kind, precision, recompute, _free, "no collectives")
         if times is None:
             return self._corrected(guess, silent, kind, precision)
-        plain = self.roofline.layer(graph, place, kind, precision, "none", _free, "no collectives")
+        plain = self.roofline.seconds(graph, place, kind, precision, "none", _free, "no collectives")
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
-        return replace(
-            guess,
+        return LayerSeconds(
             forward_s=times.forward_s + guess.forward_s - silent.forward_s,
             input_s=times.input_s + more_s,
             weight_s=times.weight_s + guess.weight_s - silent.weight_s,
             fused_s=times.fused_s + more_s + guess.weight_s - silent.weight_s,
         )
 
-    def _corrected(self, guess: LayerCost, silent: LayerCost, kind: DeviceKind, precision: Precision) -> LayerCost:
+    def _corrected(
+        self, guess: LayerSeconds, silent: LayerSeconds, kind: DeviceKind, precision: Precision
+    ) -> LayerSeconds:
         """The roofline's guess, its computing times multiplied by what measured layers of the kind showed."""
         forward, back, weight = self._ratios(kind, precision)
-        return replace(
-            guess,
+        return LayerSeconds(
             forward_s=guess.forward_s + silent.forward_s * (forward - 1),
             input_s=guess.input_s + silent.input_s * (back - 1),
             weight_s=guess.weight_s + silent.weight_s * (weight - 1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.memory import COMPUTE_BYTES, Precision
@@ -71,6 +71,21 @@ class LayerCost:
         return min(self.input_s + self.weight_s, self.backward_s)
 
 
+class LayerSeconds(NamedTuple):
+    """The times of a `LayerCost`, without its memory."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    fused_s: float | None = None
+
+    @property
+    def least_backward_s(self) -> float:
+        """The backward, fused or in two parts, whichever is faster."""
+        parted = self.input_s + self.weight_s
+        return parted if self.fused_s is None else min(parted, self.fused_s)
+
+
 class LayerCosts(Protocol):
     """Where layer costs come from: this file's roofline, or measured curves."""
 
@@ -90,6 +105,41 @@ class LayerCosts(Protocol):
         ...
 
 
+def layer_seconds(
+    layers: LayerCosts,
+    graph: Graph,
+    place: Place,
+    kind: DeviceKind,
+    precision: Precision,
+    recompute: Recompute,
+    collective: CollectiveTime | None = None,
+    collective_key: object = None,
+) -> LayerSeconds:
+    """The times of `LayerCosts.layer`, without working out its memory where the source of costs can do without."""
+    if isinstance(layers, SecondsAlone):
+        return layers.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+    cost = layers.layer(graph, place, kind, precision, recompute, collective, collective_key)
+    return LayerSeconds(cost.forward_s, cost.input_s, cost.weight_s, cost.fused_s)
+
+
+@runtime_checkable
+class SecondsAlone(Protocol):
+    """Layer costs that know times without memory."""
+
+    def seconds(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerSeconds:
+        """The times of `graph` for these sizes: the same as those of its `LayerCost`."""
+        ...
+
+
 class Roofline:
     """Layer costs from device data sheets; equal questions are answered from memory."""
 
@@ -100,6 +150,8 @@ class Roofline:
 
     def __init__(self) -> None:
         self._known: dict[object, LayerCost] = {}
+        self._operators: dict[object, list[tuple[float, float, float]]] = {}
+        "(forward, input gradient, weight gradient) of every operator."
         self._graphs: dict[int, Graph] = {}
 
     def layer(
@@ -116,30 +168,51 @@ class Roofline:
         self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
         key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
-            self._known[key] = _layer(graph, place, kind, precision, recompute, collective)
+            times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+            self._known[key] = _layer(graph, place, times, precision, recompute)
         return self._known[key]
 
+    def seconds(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerSeconds:
+        """The times of `layer` alone; arguments as there."""
+        self._graphs[id(graph)] = graph
+        if place.rows == 0:
+            return LayerSeconds(0.0, 0.0, 0.0)
+        key = (id(graph), place, kind.name, precision, collective_key)
+        if key not in self._operators:
+            symbols = _symbols(place)
+            self._operators[key] = [
+                _operator(graph, operator, symbols, kind, precision, collective) for operator in graph.operators
+            ]
+        times = self._operators[key]
+        sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+        forward_s, input_s, weight_s = sums
+        again_s = sum(times[index][0] for index in kept(graph, recompute, COMPUTE_BYTES[precision]).again)
+        return LayerSeconds(forward_s, input_s + again_s, weight_s)
 
-def _layer(
-    graph: Graph,
-    place: Place,
-    kind: DeviceKind,
-    precision: Precision,
-    recompute: Recompute,
-    collective: CollectiveTime | None,
-) -> LayerCost:
-    symbols = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
+
+def _symbols(place: Place) -> dict[str, int]:
+    return {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
+
+
+def _layer(graph: Graph, place: Place, times: LayerSeconds, precision: Precision, recompute: Recompute) -> LayerCost:
+    symbols = _symbols(place)
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    times = [_operator(graph, operator, symbols, kind, precision, collective) for operator in graph.operators]
-    forward_s, input_s, weight_s = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
-    again_s = sum(times[index][0] for index in kept(graph, recompute, width).again)
     saved = saved_bytes(graph, symbols, width, recompute)
     return LayerCost(
-        forward_s=forward_s,
-        input_s=input_s + again_s,
-        weight_s=weight_s,
+        forward_s=times.forward_s,
+        input_s=times.input_s,
+        weight_s=times.weight_s,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
         passing=passing_bytes(graph, symbols, width, recompute),
