@@ -83,6 +83,12 @@ class Group:
                 return place
         return 0
 
+    def positions(self, name: AxisName) -> dict[int, int]:
+        """The position of every device along the named axis (0 where the group has no such axis)."""
+        at = next((index for index, axis in enumerate(self.axes) if axis.name == name), None)
+        places = zip(self.devices, self._grid(), strict=True)
+        return {device: 0 if at is None else place[at] for device, place in places}
+
     def along(self, device: int, names: Sequence[AxisName]) -> tuple[int, ...]:
         """The devices that differ from `device` only along the named axes, in grid order (itself included)."""
         own = self.coordinates(device)

@@ -178,3 +178,46 @@ def test_many_replicas_go_in_step() -> None:
     costs = bench.costs(parts)
     (only,) = with_contention(costs, work, bench.network, bench.layers).contention.pipelines  # type: ignore[union-attr]
     assert only is costs
+
+
+def sent_bytes(hosts: list[list[int]], size: float) -> tuple[dict[int, float], dict[int, float]]:
+    """An all-reduce in two levels, message by message: bytes that every device sends inside its host, and that every
+    host sends to others. Inside, n - 1 steps of an n-th each, once to add and once to gather; between them device i of
+    every host does the same with the n-th part of its own."""
+    inside = {device: 0.0 for host in hosts for device in host}
+    across = dict.fromkeys(range(len(hosts)), 0.0)
+    for _ in ("add", "gather"):
+        for host in hosts:
+            for _step in range(len(host) - 1):
+                for device in host:
+                    inside[device] += size / len(host)
+        for _ in hosts[0]:
+            for _step in range(len(hosts) - 1):
+                for number, host in enumerate(hosts):
+                    across[number] += size / len(host) / len(hosts)
+    return inside, across
+
+
+def test_a_collective_in_two_levels_loads_ports_as_its_levels_do() -> None:
+    """Two hosts of eight devices; a stage has four of each, so that both stages' sums share the hosts' ports."""
+    lanes = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    cluster = parse_spec("2x8xA100-80:1GB/s")
+    decisions = Decisions(stages=2, replicas=(1,) * 8, microbatches=2, devices=tuple(lanes[0] + lanes[1]), zero1=False)
+    bench = Workbench(toy_model(4), cluster)
+    parts = bench.parts(Job(batch=64, sequence=64, precision="float32"), decisions)
+    work = pipeline_work(parts, bench.programs)
+    costs = bench.costs(parts)
+    found = with_contention(costs, work, bench.network, bench.layers).contention
+    assert found is not None
+    network = bench.network
+    for stage, devices in enumerate(lanes):
+        size = 4.0 * max(work.stages[stage].parameters.trainable)
+        inside, across = sent_bytes([devices[:4], devices[4:]], size)
+        flow, duration_s = found.flows["REDUCE", stage, 0, 0], float(costs.reduce_s[stage])
+        between = network.link(devices[0], devices[4]).bandwidth_bytes_per_s
+        own = network.link(devices[0], devices[1]).bandwidth_bytes_per_s
+        expected = [sent / between for sent in across.values()] * 2 + [sent / own for sent in inside.values()]
+        assert sorted(use * duration_s for use in flow.use) == pytest.approx(sorted(expected))
+        flat = 2 * 7 / 8 * size / between
+        assert max(flow.use) * duration_s < flat, "a flat ring would send more between the hosts"
+        assert flow.bytes_per_s == pytest.approx(2 / 2 * size / 4 / duration_s)

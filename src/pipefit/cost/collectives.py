@@ -38,14 +38,21 @@ def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
 
 def _one_way_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
     """One pass, flat or in two levels."""
-    flat = _pass_s(network, operation, rings, total_bytes)
+    return sum(_pass_s(network, operation, *level) for level in levels(network, operation, rings, total_bytes))
+
+
+def levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
+    """(rings, bytes of the whole tensor on each) of what one pass goes through, one after the other: the rings
+    themselves, or rings inside hosts and rings between them, whichever is faster. An all-reduce is two passes."""
+    flat = [(rings, total_bytes)]
     if network.over_gloo:
         return flat
     inside, between, parts = _levels(network, rings)
     if between is None or inside is None:
         return flat
-    across = _pass_s(network, operation, between, total_bytes / parts)
-    return min(flat, across + _pass_s(network, operation, inside, total_bytes))
+    two: list[tuple[Rings, float]] = [(between, total_bytes / parts), (inside, total_bytes)]
+    flat_s, two_s = (sum(_pass_s(network, operation, *level) for level in each) for each in (flat, two))
+    return flat if flat_s <= two_s else two
 
 
 def ring_of(network: Network, operation: str, rings: Rings) -> RingTime:

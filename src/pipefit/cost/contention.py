@@ -9,22 +9,31 @@ Gallager 1992, 6.5.2). The simulator does the sharing (`schedule/fluid.py`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipefit.cost.collectives import passes_backwards
+from pipefit.cost.collectives import levels, passes_backwards
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import action_tables, edge_cost, replica_rings, shard_rings, slice_places, stage_cost
-from pipefit.cost.types import Contention, CostTable, Flow, FlowKey
+from pipefit.cost.table import (
+    StageCost,
+    action_tables,
+    edge_cost,
+    replica_rings,
+    shard_rings,
+    slice_places,
+    stage_cost,
+)
+from pipefit.cost.types import ActionTable, Contention, CostTable, Flow, FlowKey
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
 
 MOST_PIPELINES = 16
 """Replicas that are followed one by one; more of them go in step, each stage as slow as its slowest replica."""
 
-Messages = Sequence[tuple[int, int, float]]
+Message = tuple[int, int, float]
+Messages = Sequence[Message]
 Rings = tuple[tuple[int, ...], ...]
 
 
@@ -65,57 +74,75 @@ def _pipelines(work: PipelineWork) -> list[PipelineWork]:
     if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
         return [work]
     count = max(counts)
-    place = [
-        {device: stage.group.position(device, "replica") for device in stage.group.devices} for stage in work.stages
-    ]
+    place = [stage.group.positions("replica") for stage in work.stages]
     for edge in work.edges:
         source, target = place[edge.source], place[edge.target]
         if any(source[a] != target[b] for each in edge.forward for a, b, _ in each):
             return [work]
         if any(target[a] != source[b] for each in edge.backward for a, b, _ in each):
             return [work]
+    edges = [_edges_of(edge, place[edge.source], count) for edge in work.edges]
     return [
         replace(
             work,
-            stages=tuple(_of_replica(stage, k) for stage in work.stages),
-            edges=tuple(_edge_of(edge, {d for d, at in place[edge.source].items() if at == k}) for edge in work.edges),
+            stages=tuple(_of_replica(stage, at, k) for stage, at in zip(work.stages, place, strict=True)),
+            edges=tuple(each[k] for each in edges),
             tied=(),
         )
         for k in range(count)
     ]
 
 
-def _of_replica(stage: StageWork, k: int) -> StageWork:
+def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork:
     axes = tuple(Axis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
-    devices = tuple(device for device in stage.group.devices if stage.group.position(device, "replica") == k)
+    devices = tuple(device for device in stage.group.devices if place[device] == k)
     return replace(stage, group=Group(axes=axes, devices=devices), rows=(stage.rows[k],))
 
 
-def _edge_of(edge: EdgeWork, devices: set[int]) -> EdgeWork:
-    """The messages that devices of the source stage send or receive."""
-    return replace(
-        edge,
-        forward=tuple(tuple(message for message in each if message[0] in devices) for each in edge.forward),
-        backward=tuple(tuple(message for message in each if message[1] in devices) for each in edge.backward),
+def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
+    """For every replica its part of the messages: those that its devices of the source stage send, or receive."""
+    ahead, back = (
+        [_by_replica(messages, place, sent, count) for messages in each]
+        for each, sent in ((edge.forward, True), (edge.backward, False))
     )
+    return [
+        replace(edge, forward=tuple(each[k] for each in ahead), backward=tuple(each[k] for each in back))
+        for k in range(count)
+    ]
+
+
+def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count: int) -> list[tuple[Message, ...]]:
+    found: list[list[Message]] = [[] for _ in range(count)]
+    for message in messages:
+        found[place[message[0] if sent else message[1]]].append(message)
+    return [tuple(each) for each in found]
 
 
 def _each_alone(
     works: Sequence[PipelineWork], work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts
 ) -> tuple[CostTable, ...]:
-    """The times of every pipeline of `work`."""
+    """The times of every pipeline of `work`. Those of stages on devices of the same kinds, with as many rows and the
+    same rings beside them, are worked out once."""
     beside = [_beside(stage, network) for stage in work.stages]
+    places = [slice_places(stage.slices) for stage in work.stages]
+    known: dict[object, list[StageCost]] = {}
+    actions: dict[tuple[int, ...], Mapping[str, ActionTable]] = {}
     tables = []
     for k, one in enumerate(works):
-        found = [
-            [
-                stage_cost(stage, tokens, past, one, network, layers, rings[k])
-                for tokens, past in slice_places(stage.slices)
-            ]
-            for stage, rings in zip(one.stages, beside, strict=True)
-        ]
+        found = []
+        for index, (stage, rings) in enumerate(zip(one.stages, beside, strict=True)):
+            kinds = tuple(network.kinds[device].name for device in stage.group.devices)
+            key = (index, kinds, stage.rows, rings[k])
+            if key not in known:
+                known[key] = [
+                    stage_cost(stage, tokens, past, one, network, layers, rings[k]) for tokens, past in places[index]
+                ]
+            found.append(known[key])
+        alike = tuple(map(id, found))
+        if alike not in actions:
+            actions[alike] = action_tables(found)
         edges = tuple(edge_cost(edge, network) for edge in one.edges)
-        tables.append(replace(costs, actions=action_tables(found), edges=edges))
+        tables.append(replace(costs, actions=actions[alike], edges=edges))
     return tuple(tables)
 
 
@@ -171,22 +198,31 @@ def _collectives(
         jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
     found: dict[FlowKey, _Load] = {}
     for kind, operation, passes, total in jobs:
-        duration_s = once_s[kind]
-        if duration_s <= 0.0:
-            continue
-        seconds: dict[Port, float] = defaultdict(float)
-        _, factor = network.collective_factors(operation, network.inside(rings))
-        hop_bytes = 0.0
-        for ring in rings:
+        seconds, hop_bytes = _hops(network, operation, rings, total, passes)
+        if once_s[kind] > 0.0 and hop_bytes > 0.0:
+            found[kind, index, 0, 0] = _Load(seconds, once_s[kind], hop_bytes / once_s[kind], None)
+    return found
+
+
+def _hops(
+    network: Network, operation: str, rings: Sequence[Sequence[int]], total_bytes: float, passes: int
+) -> tuple[dict[Port, float], float]:
+    """(for how many seconds every port is loaded, bytes of one hop) by so many passes over `total_bytes`: in each a hop
+    of a ring of n carries (n - 1)/n of them. In two levels a hop inside a host carries what the host's devices
+    exchange, one between hosts a device's part; the hop that is told is one between hosts."""
+    seconds: dict[Port, float] = defaultdict(float)
+    told = 0.0
+    for each, level_bytes in levels(network, operation, rings, total_bytes):
+        _, factor = network.collective_factors(operation, network.inside(each))
+        for ring in each:
             members = sorted(ring, reverse=passes_backwards(network, operation))
-            hop_bytes = passes * (len(ring) - 1) / len(ring) * total * factor
+            hop_bytes = passes * (len(ring) - 1) / len(ring) * level_bytes * factor
+            told = told or hop_bytes
             for source, target in zip(members, (*members[1:], members[0]), strict=True):
                 link_s = hop_bytes / network.link(source, target).bandwidth_bytes_per_s
                 for port, load_s in network.loads(source, target, hop_bytes, link_s):
                     seconds[port] += load_s
-        if hop_bytes > 0.0:
-            found[kind, index, 0, 0] = _Load(dict(seconds), duration_s, hop_bytes / duration_s, None)
-    return found
+    return dict(seconds), told
 
 
 def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load]) -> Contention:
