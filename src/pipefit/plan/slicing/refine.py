@@ -1,0 +1,145 @@
+"""Local search over slicings, judged by whoever asks: with the simulator on the real schedule and its memory limit.
+
+Equal-cost cuts and TeraPipe's program know neither the schedule nor what it holds. Here the number of slices changes
+while their proportions stay, boundaries move by steps that become finer, slices merge and split, as long as the value
+falls and evaluations are left. Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Slices = tuple[int, ...]
+
+Value = tuple[float, float]
+"""(bytes missing, seconds of a step): less is better, so that what fits comes before what does not."""
+
+FINER = 4
+"""A step of a boundary begins with this part of the mean slice, and is then divided by it again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """The best slicing that was found."""
+
+    slices: Slices
+    value: Value
+    evaluations: int
+    "Slicings that were judged, the starts among them."
+
+
+def refine(
+    starts: Sequence[Slices], value_of: Callable[[Slices], Value], *, multiple: int = 1, evaluations: int = 100
+) -> Refined:
+    """The best slicing reached from the best of `starts`, which sum to one length.
+
+    Slices stay multiples of `multiple`, as far as the starts' are: boundaries move by multiples of it, and slices are
+    cut at them. At most `evaluations` slicings are judged, at least one.
+    """
+    search = _Search(value_of, max(1, evaluations))
+    for start in dict.fromkeys(starts):
+        search.better(start)
+    before = None
+    while before != search.best and not search.exhausted:
+        before = search.best
+        _change_number(search, multiple)
+        for step in _steps(search.best, multiple):
+            _move_boundaries(search, step, multiple)
+        for candidate in (*_merged(search.best), *_split(search.best, multiple)):
+            search.better(candidate)
+    return Refined(search.best, search.value, len(search.known))
+
+
+def stretched(slices: Slices, number: int, multiple: int = 1) -> Slices:
+    """A slicing into `number` slices of about the same proportions: boundaries at the same shares of the number,
+    between them along a straight line."""
+    length, number = sum(slices), max(1, min(number, sum(slices) // multiple))
+    wanted = np.interp(
+        np.arange(number + 1) / number, np.arange(len(slices) + 1) / len(slices), [0, *np.cumsum(slices)]
+    )
+    stops = [0]
+    for left, place in zip(reversed(range(1, number)), wanted[1:-1], strict=True):
+        cell = min(max(round(place / multiple), stops[-1] // multiple + 1), length // multiple - left)
+        stops.append(cell * multiple)
+    return tuple(int(size) for size in np.diff([*stops, length]))
+
+
+class _Search:
+    """The best slicing so far, and what was judged."""
+
+    def __init__(self, value_of: Callable[[Slices], Value], evaluations: int) -> None:
+        self.value_of, self.left = value_of, evaluations
+        self.known: dict[Slices, Value] = {}
+        self.best: Slices = ()
+        self.value: Value = (float("inf"), float("inf"))
+
+    @property
+    def exhausted(self) -> bool:
+        return self.left <= 0
+
+    def better(self, slices: Slices) -> bool:
+        """Judge a slicing unless it is known or evaluations have run out; whether it is the best now, or as good: of
+        several longest slices, shortening one alone does not help yet."""
+        if slices in self.known or self.exhausted:
+            return False
+        self.left -= 1
+        self.known[slices] = found = self.value_of(slices)
+        if self.best and not found <= self.value:
+            return False
+        self.best, self.value = slices, found
+        return True
+
+
+def _change_number(search: _Search, multiple: int) -> None:
+    """Twice as many slices, one more, or one fewer, as long as that helps."""
+    for times, more in ((2, 0), (1, 1), (1, -1)):
+        while search.better(stretched(search.best, times * len(search.best) + more, multiple)):
+            pass
+
+
+def _steps(slices: Slices, multiple: int) -> list[int]:
+    """Tokens by which boundaries move, coarse to fine."""
+    step = sum(slices) // len(slices) // FINER // multiple * multiple
+    steps = []
+    while step > multiple:
+        steps.append(step)
+        step = step // FINER // multiple * multiple
+    return [*steps, multiple]
+
+
+def _move_boundaries(search: _Search, step: int, multiple: int) -> None:
+    """Move every boundary, and all boundaries from it on, to and fro as long as that helps."""
+    again = True
+    while again and not search.exhausted:
+        again = False
+        for index in range(len(search.best) - 1):
+            for other in dict.fromkeys((index + 1, len(search.best) - 1)):
+                for tokens in (step, -step):
+                    while search.better(_given(search.best, index, other, tokens, multiple)):
+                        again = True
+
+
+def _given(slices: Slices, index: int, other: int, tokens: int, multiple: int) -> Slices:
+    """The slicing where slice `index` has so many tokens more, and slice `other` as many fewer; unchanged where one
+    would be too short."""
+    made = list(slices)
+    made[index] += tokens
+    made[other] -= tokens
+    return tuple(made) if min(made[index], made[other]) >= multiple else slices
+
+
+def _merged(slices: Slices) -> Iterator[Slices]:
+    """Every two neighbours as one slice, the last first: later slices are the shorter ones."""
+    for index in reversed(range(len(slices) - 1)):
+        yield (*slices[:index], slices[index] + slices[index + 1], *slices[index + 2 :])
+
+
+def _split(slices: Slices, multiple: int) -> Iterator[Slices]:
+    """Every slice as two, of which the first is the longer one."""
+    for index, size in enumerate(slices):
+        first = -(-(size // multiple) // 2) * multiple
+        if size // multiple >= 2:
+            yield (*slices[:index], first, size - first, *slices[index + 1 :])
