@@ -8,7 +8,7 @@ The measured cost model of a later version takes this one's place behind the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -40,7 +40,7 @@ CollectiveTime = Callable[[str, float], float]
 """(kind of collective, bytes of the whole tensor) -> seconds over the shard axis in question."""
 
 BACKWARD = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}
-"""What a collective of the forward pass does in the backward pass; `shard_slice` gathers."""
+"""What a collective of the forward pass does in the backward pass; `shard_slice` moves nothing between devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,30 +228,49 @@ def _operator(
     collective: CollectiveTime | None,
 ) -> tuple[float, float, float]:
     """Seconds of (forward, input gradient, weight gradient)."""
-    if operator.kind in (*BACKWARD, "shard_slice"):
+    if operator.kind in BACKWARD:
         return _collective(graph, operator, symbols, precision, collective)
+    rate = kind.peak_flops_per_s[precision] * kind.efficiency
+    forward_s, input_s, weight_s = (
+        _roof(work, rate, kind) for work in operator_work(graph, operator, symbols, precision)
+    )
+    return forward_s, input_s, weight_s
+
+
+class Work(NamedTuple):
+    """What one pass of an operator computes and moves."""
+
+    flops: float
+    moved_bytes: float
+
+
+def operator_work(
+    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
+) -> tuple[Work | None, Work | None, Work | None]:
+    """Forward, input gradient and weight gradient of an operator; None for a pass that it does not have."""
     if KINDS[operator.kind].view:
-        return 0.0, 0.0, 0.0
+        return None, None, None
     width = COMPUTE_BYTES[precision]
     flops = operator_flops(graph, operator, symbols)
     traffic = operator_traffic_bytes(graph, operator, symbols, width)
     outputs = sum(element_count(graph.tensor(name).shape, symbols) * width for name in operator.outputs)
-    rate = kind.peak_flops_per_s[precision] * kind.efficiency
     parameters = _parameter_elements(graph, operator.inputs)
     # The gradient pass of a product reads and writes as much as its forward; of anything else, its output's gradient
     # comes on top. A weight gradient is added into a buffer: read and written once each.
     back = traffic if flops.input_gradient else traffic + outputs
-    forward_s = _roof(flops.forward, rate, traffic, kind)
-    input_s = _roof(flops.input_gradient, rate, back, kind) if _differentiable(graph, operator) else 0.0
+    forward = Work(flops.forward, traffic)
+    input_ = Work(flops.input_gradient, back) if _differentiable(graph, operator) else None
     if not parameters:
-        return forward_s, input_s, 0.0
+        return forward, input_, None
     gradient = 2 * parameters * max(4, width)
-    weight_s = _roof(flops.weight_gradient, rate, (traffic if flops.weight_gradient else 0) + gradient, kind)
-    return forward_s, input_s, weight_s
+    weight = Work(flops.weight_gradient, (traffic if flops.weight_gradient else 0) + gradient)
+    return forward, input_, weight
 
 
-def _roof(flops: float, rate: float, moved: float, kind: DeviceKind) -> float:
-    return max(flops / rate, moved / kind.memory_bandwidth_bytes_per_s) + kind.overhead_s
+def _roof(work: Work | None, rate: float, kind: DeviceKind) -> float:
+    if work is None:
+        return 0.0
+    return max(work.flops / rate, work.moved_bytes / kind.memory_bandwidth_bytes_per_s) + kind.overhead_s
 
 
 def _differentiable(graph: Graph, operator: Operator) -> bool:
@@ -280,6 +299,4 @@ def _collective(
         for name in (operator.inputs[0], operator.outputs[0])
     ]
     whole = float(max(sizes))
-    if operator.kind == "shard_slice":
-        return 0.0, collective("all_gather", whole), 0.0
     return collective(operator.kind, whole), collective(BACKWARD[operator.kind], whole), 0.0

@@ -79,15 +79,13 @@ def _add_shard_collectives(
 def _collective_bytes(graph: Graph, symbols: Mapping[str, int], width: int, stage: StageWork) -> float:
     """Passes x bytes of the whole tensors, over forward, backward and what is recomputed."""
     again = set(kept(graph, stage.recompute, width).again)
-    given = {tensor.name for tensor in graph.inputs if tensor.role != "activation"}  # tokens, labels: no gradient
     total = 0.0
     for index, operator in enumerate(graph.operators):
-        if operator.kind not in BACKWARD and operator.kind != "shard_slice":
+        if operator.kind not in BACKWARD:
             continue
         shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
         whole = width * max(element_count(shape, symbols) for shape in shapes)
-        ahead = PASSES.get(operator.kind, 0)
-        back = 0 if operator.inputs[0] in given else PASSES[BACKWARD.get(operator.kind, "all_gather")]
+        ahead, back = PASSES[operator.kind], PASSES[BACKWARD[operator.kind]]
         total += whole * (ahead * (2 if index in again else 1) + back)
     return total
 

@@ -1,7 +1,8 @@
 """Collectives over the shard axis, put into a graph by a shard program. Their costs stand in `cost/`.
 
-What a backward pass does follows the forms: all_gather <-> reduce_scatter, all_reduce (P to I) <-> nothing,
-shard_slice (I to G, no traffic) <-> all_gather. They keep nothing, and are not run again under selective recomputation.
+What a backward pass does follows the forms: all_gather <-> reduce_scatter, all_reduce <-> all_reduce; shard_slice (I
+to G) moves nothing either way, because the gradient of what is whole is a partial sum: its own part, and zeros. They
+keep nothing, and are not run again under selective recomputation.
 """
 
 from __future__ import annotations
