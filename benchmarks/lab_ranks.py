@@ -32,6 +32,7 @@ from pipefit.run.comms import Comms
 from pipefit.run.feeds import make_feeds
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.setup import World
+from pipefit.run.verify import count_on_cpu, stretches
 from pipefit.run.worker import Worker
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, max_norm=0.0, steps=0, weight_decay=0.0)
@@ -75,7 +76,8 @@ def main() -> None:
 
 
 def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucket_bytes: int) -> dict[str, Any]:
-    """When this rank began and ended each step, by the machine's clock; its paced actions; its last step's trace."""
+    """When this rank began and ended each step, by the machine's clock; its paced actions; its last step's trace; the
+    most bytes that it had alive, in a run of its own, as `pipefit verify` counts them."""
     warm, steps, trace = task["warm"], task["steps"], task["trace"]
     worker = build_worker(plan, model, comms, torch.device("cpu"), OPTIMIZER, bucket_bytes=bucket_bytes)
     worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in worker.buckets))
@@ -97,7 +99,11 @@ def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucke
     dist.barrier()
     after = counts()
     paced = {key: after[key] - before[key] for key in after if key != "worst_s"} | {"worst_s": after.get("worst_s", 0)}
-    return {"times": times, "paced": paced if after else {}, "trace": spans(worker) if trace else []}
+    found = {"times": times, "paced": paced if after else {}, "trace": spans(worker) if trace else [], "bytes": 0}
+    if task["count_bytes"]:
+        del worker
+        found["bytes"] = count_on_cpu(stretches(plan, model, torch.device("cpu"), 1, comms)).peak
+    return found
 
 
 def spans(worker: Worker) -> list[tuple[str, float, float, float]]:

@@ -50,6 +50,8 @@ class Measured:
     "How the real work kept to its pace, in words."
     trace: tuple[list[tuple[str, float, float, float]], ...]
     "Of every rank, its last step (`lab_ranks.spans`), where it was asked for."
+    peak_bytes: tuple[int, ...] = ()
+    "Of every rank, the most that it had alive, by the allocator's own record; where it was asked for."
 
     @property
     def median_s(self) -> float:
@@ -123,9 +125,11 @@ def run_plans(
     steps: int = 4,
     trace: bool = False,
     bucket_bytes: Sequence[int] = (),
+    count_bytes: bool = False,
 ) -> list[Measured]:
     """Steps of every plan. Plans on the same devices share their processes. `bucket_bytes` of each plan: gradients that
-    are reduced together; as `pipefit train` does it where it is not given."""
+    are reduced together; as `pipefit train` does it where it is not given. `count_bytes`: what every rank has alive,
+    too, from one more step and an evaluation that are not timed."""
     found: dict[int, Measured] = {}
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, plan in enumerate(plans):
@@ -136,7 +140,10 @@ def run_plans(
             for place, index in enumerate(members):
                 save_plan(replace(plans[index], cluster=""), folder / f"plan-{place}.json")
             sizes = [bucket_bytes[index] if bucket_bytes else BUCKET_BYTES for index in members]
-            task = {"plans": len(members), "warm": warm, "steps": steps, "trace": trace, "bucket_bytes": sizes}
+            task = {
+                "plans": len(members), "warm": warm, "steps": steps, "trace": trace, "bucket_bytes": sizes,
+                "count_bytes": count_bytes,
+            }  # fmt: skip
             _start(lab, folder, "plans", model, task, devices)
             everyone = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
         found |= {index: _measured(ranks) for index, ranks in zip(members, everyone, strict=True)}
@@ -149,7 +156,8 @@ def _measured(ranks: Sequence[dict[str, Any]]) -> Measured:
     times = [max(stop for _, stop in step) - min(start for start, _ in step) for step in steps]
     counts = [rank["paced"] for rank in ranks if rank["paced"]]
     valid, words = judge(counts) if counts else (True, "")
-    return Measured(tuple(times), valid, words, tuple(rank["trace"] for rank in ranks))
+    peaks = tuple(rank["bytes"] for rank in ranks if rank["bytes"])
+    return Measured(tuple(times), valid, words, tuple(rank["trace"] for rank in ranks), peaks)
 
 
 def _start(lab: Lab, folder: Path, what: str, model: Model, task: dict[str, Any], devices: Sequence[int] = ()) -> None:

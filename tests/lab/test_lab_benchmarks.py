@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from lab_toys import needs_lab
+from plan_toys import toy_model
 
+from pipefit.cluster import Cluster, parse_spec
 from pipefit.codec import dump_text
 from pipefit.lab.spec import load
+from pipefit.plan.types import Job, Plan
+
+if TYPE_CHECKING:
+    from real_baseline import Tried
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -42,14 +50,10 @@ def test_one_cluster_can_be_measured_again(tmp_path: Path) -> None:
 
 def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
     """One stage on one device: nothing but (forward + backward) of every microbatch."""
-    from plan_toys import toy_model
-
     from contention import built, laid
     from formulas import amp, pipette, uniform
-    from pipefit.cluster import parse_spec
     from pipefit.plan.build import Workbench
     from pipefit.plan.predict import simulate_plan
-    from pipefit.plan.types import Job
 
     model, cluster = toy_model(4), parse_spec("2x2xA100-80:1GB/s")
     plan = built(cluster, model, laid(1, 1, 4), Job(batch=8, sequence=64, precision="float32"))
@@ -64,14 +68,10 @@ def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
 
 def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     """Two stages on two hosts at 1 GB/s: 4 microbatches are two turns, so two more ways than none."""
-    from plan_toys import toy_model
-
     from contention import built, laid
     from formulas import pipette, uniform
-    from pipefit.cluster import parse_spec
     from pipefit.plan.build import Workbench
     from pipefit.plan.predict import simulate_plan
-    from pipefit.plan.types import Job
 
     model, cluster = toy_model(4), parse_spec("2x1xA100-80:1GB/s")
     plan = built(cluster, model, laid(2, 1, 4), Job(batch=8, sequence=64, precision="float32"))
@@ -86,55 +86,125 @@ def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     assert uniform(plan, simulation, bench.network) == pytest.approx(5 * slowest + way)
 
 
-def test_the_baseline_has_every_grid_in_both_layouts() -> None:
-    """Four devices: 1 x 4, 2 x 2 in two layouts, 4 x 1; on hosts of two kinds the faster ones by themselves too."""
-    from dataclasses import replace
-
-    from plan_toys import toy_model
-
-    from pipefit.cluster import parse_spec
-    from pipefit.plan.types import Job
-    from real_clusters import baseline, compute_bound
-
+def two_kinds() -> Cluster:
+    """Two hosts of two devices, the second host's twice as fast."""
     plain = parse_spec("2x2xA100-80:1GB/s")
     (kind,) = plain.kinds.values()
     twice = replace(kind, name="twice", peak_flops_per_s={k: 2 * v for k, v in kind.peak_flops_per_s.items()})
     hosts = (plain.hosts[0], replace(plain.hosts[1], kind="twice"))
-    cluster = replace(plain, kinds={kind.name: kind, "twice": twice}, hosts=hosts)
-    assert compute_bound(cluster) == 1.5
-    tried = list(baseline(cluster, toy_model(4), Job(batch=8, sequence=64, precision="float32")))
+    return replace(plain, kinds={kind.name: kind, "twice": twice}, hosts=hosts)
+
+
+def even_plans(cluster: Cluster, recompute: tuple[str, ...] = ("none",)) -> list[Tried]:
+    from real_baseline import baseline
+
+    return list(baseline(cluster, toy_model(4), Job(batch=8, sequence=64, precision="float32"), recompute))
+
+
+def test_the_baseline_has_every_grid_in_both_layouts() -> None:
+    """Four devices: 1 x 4, 2 x 2 in two layouts, 4 x 1; on hosts of two kinds the faster ones by themselves too."""
+    from real_clusters import compute_bound
+
+    assert compute_bound(two_kinds()) == 1.5
+    tried = even_plans(two_kinds())
     grids = {(one.where, one.plan.decisions["stages"], one.plan.decisions["replicas"]) for one in tried}
     assert grids == {
         ("all", "1", "4"), ("all", "2", "2"), ("all", "4", "1"), ("twice only", "1", "2"), ("twice only", "2", "1"),
     }  # fmt: skip
     square = [one.plan for one in tried if one.where == "all" and one.plan.decisions["stages"] == "2"]
     assert {plan.decisions["inner"] for plan in square} == {"replica", "stage"}
+    assert {plan.decisions["microbatches"] for plan in square} == {"1", "2", "4"}
     assert len({plan.decisions["cuts"] for plan in square}) == 1, "even layers, whatever stands where"
     assert all(one.plan.devices == (2, 3) for one in tried if one.where == "twice only")
+
+
+def test_scarce_memory_changes_no_cut_and_doubles_the_baseline() -> None:
+    plain, wide = two_kinds(), even_plans(two_kinds())
+    kinds = {name: replace(kind, memory_bytes=1 << 20) for name, kind in plain.kinds.items()}
+    narrow = even_plans(replace(plain, kinds=kinds), ("none", "full"))
+    assert len(narrow) == 2 * len(wide)
+    assert [one.plan.decisions["cuts"] for one in narrow[::2]] == [one.plan.decisions["cuts"] for one in wide]
+    assert {one.plan.decisions["recompute"] for one in narrow[1::2]} == {"full"}
+
+
+def test_who_is_run_is_chosen_by_every_predictor_and_not_only_among_the_best() -> None:
+    from real_baseline import ALL, BEST, SPREAD, Tried, chosen
+
+    plan = even_plans(two_kinds())[0].plan
+    few = [Tried("all", plan, {"a": a, "b": b}) for a, b in ((1.0, 9.0), (2.0, 6.0), (3.0, 12.0), (4.0, 6.1))]
+    assert chosen(few) == [0, 1, 3], "2 is 3 and 2 times the best, by both"
+    count = ALL + 10
+    many = [Tried("all", plan, {"a": 1.0 + n, "simulator": 100.0 - n}, fits=n > 1) for n in range(count)]
+    best, spread = set(range(2, 2 + BEST)) | set(range(count - BEST, count)), SPREAD
+    picked = chosen(many)
+    assert best <= set(picked), "the best of those that fit, by each predictor"
+    assert {0, count - 1} <= set(picked) and best | {0} < set(picked), "from the simulator's best to its worst"
+    assert len(picked) <= 2 * BEST + spread
 
 
 def test_invalid_runs_of_the_baseline_count_and_ours_must_be_valid() -> None:
     """Plans at 1.4 s, one that was late at 1.2 s: against 1.0 s that is 1.2x, and nothing is reached if ours was
     late."""
-    from plan_toys import toy_model
-
     from lab_runs import Measured
-    from pipefit.cluster import parse_spec
-    from pipefit.plan.types import Job
-    from real_clusters import TARGETS, baseline, summary
+    from real_clusters import TARGETS, summary
 
-    model, cluster = toy_model(4), parse_spec("2x2xA100-80:1GB/s")
-    tried = list(baseline(cluster, model, Job(batch=8, sequence=64, precision="float32")))
-    runs = [Measured((1.4, 1.4), True, "", ()) for _ in tried]
+    cluster, tried = two_kinds(), even_plans(two_kinds())
+    runs = {place: Measured((1.4, 1.4), True, "", ()) for place in range(len(tried) - 1)}
     runs[2] = Measured((1.2, 1.2), False, "late", ())
-    ours = tried[0].plan
-    found = summary("half-1.8", cluster, model, ours, Measured((1.0, 1.0), True, "", ()), tried, runs)
-    assert TARGETS["half-1.8"] == 1.2 and found["invalid"] == 1
-    assert found["gains"]["best baseline"] == found["gains"]["best of all"] == 1.2 and found["reached"]
-    late = summary("half-1.8", cluster, model, ours, Measured((1.0, 1.0), False, "late", ()), tried, runs)
-    assert not late["reached"]
-    slow = summary("half-1.8", cluster, model, ours, Measured((1.1, 1.1), True, "", ()), tried, runs)
-    assert not slow["reached"]
+
+    def found(seconds: float, valid: bool) -> dict[str, Any]:
+        return summary(
+            "half-1.8", cluster, [(cluster, tried[0].plan, Measured((seconds,), valid, "", ()))], tried, runs
+        )
+
+    assert TARGETS["half-1.8"] == 1.2 and found(1.0, True)["invalid"] == 1 and len(found(1.0, True)["not_run"]) == 1
+    assert found(1.0, True)["gains"]["best baseline"] == found(1.0, True)["gains"]["best of all"] == 1.2
+    assert found(1.0, True)["reached"] and not found(1.0, False)["reached"] and not found(1.1, True)["reached"]
+
+
+def test_a_plan_that_holds_more_than_a_device_has_is_no_baseline_and_no_success() -> None:
+    from lab_runs import Measured
+    from real_clusters import summary
+
+    cluster, tried = two_kinds(), even_plans(two_kinds())
+    limit = min(kind.memory_bytes for kind in cluster.kinds.values())
+
+    def run(seconds: float, size: int, plan: Plan) -> Measured:
+        return Measured((seconds,), True, "", (), (size,) * len(plan.devices))
+
+    runs = {place: run(2.0, limit, one.plan) for place, one in enumerate(tried)}
+    runs[1] = run(1.1, limit + 1, tried[1].plan)
+    plan = tried[0].plan
+    found = summary("half-1.8", cluster, [(cluster, plan, run(1.0, limit, plan)), (cluster, None, None)], tried, runs)
+    assert found["unfit"] == 1 and found["gains"]["best of all"] == 2.0 and found["reached"]
+    assert found["recommendations"][1] == {"plan": None, "limit_bytes": dict.fromkeys(cluster.kinds, limit)}
+    own = [(cluster, plan, run(1.0, size, plan)) for size in (limit, limit + 1)]
+    assert not summary("half-1.8", cluster, own, tried, runs)["reached"], "every recommendation must fit"
+
+
+def test_measurements_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven plans, six at a time; the time is up after the first six. A run that was late is repeated once."""
+    import real_work
+    from lab_runs import Measured
+    from real_work import Unfinished, Work
+
+    plans, asked, clock = [one.plan for one in even_plans(two_kinds())[:7]], [], [0.0]
+
+    def run_plans(lab: object, some: list[Plan], model: object, **options: object) -> list[Measured]:
+        asked.append([plans.index(plan) for plan in some])
+        clock[0] += 10
+        return [Measured((1.0 + plans.index(plan),), plans.index(plan) != 3, "", ([],), (5, 6)) for plan in some]
+
+    lab = type("Lab", (), {"file": type("File", (), {"cluster": two_kinds()})})
+    monkeypatch.setattr(real_work, "run_plans", run_plans)
+    monkeypatch.setattr(real_work.time, "monotonic", lambda: clock[0])
+    with Work.kept(str(tmp_path), "one", 5.0) as work, pytest.raises(Unfinished, match="2 of 7 plans"):
+        work.runs(lab, plans, None, 1, False)  # type: ignore[arg-type]
+    with Work.kept(str(tmp_path), "one", 5.0) as work:
+        runs = work.runs(lab, plans, None, 1, False)  # type: ignore[arg-type]
+        assert [session["what"] for session in work.sessions] == ["6 plans", "2 plans"]
+    assert asked == [[0, 1, 2, 3, 4, 5], [3, 6]] and [run.step_s[0] for run in runs] == [1, 2, 3, 4, 5, 6, 7]
+    assert runs[0].peak_bytes == (5, 6) and not runs[3].valid
 
 
 @needs_lab
