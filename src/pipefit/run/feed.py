@@ -22,7 +22,9 @@ class Feed:
     labels: torch.Tensor | None = None
     "int64 (B, T): the token that follows; -100 where nothing is to be learned. Needed by the last stage."
     documents: torch.Tensor | None = None
-    "int64 (B, T): which document a token belongs to, where documents are masked from each other."
+    "int64 (B, T): the place in its row where a token's document starts; None where attention crosses documents."
+    document_bounds: tuple[int, int] = (0, 0)
+    "The lowest such place over the rows' first tokens, the highest over their last: `documents`, known to the host."
     rows: torch.Tensor | None = None
     "int64 (B,): the number of every row within the step, so that dropout does not depend on the layout."
     step: int = 0

@@ -3,14 +3,16 @@
 Keeps q, k, v, o and the log-sum-exp of the scores (B*H*T, float32 or wider), as FlashAttention does (Dao et al.,
 2022). FLOPs: two products forward, four backward (the recomputed scores of a flash kernel are not counted), the full
 square of queries and keys whatever the mask: the convention of FlopCounterMode and of the MFU of PaLM (appendix B).
-The symbol P, where given, is the number of earlier tokens whose keys are attended to (slices); the keys and values of
-all P + T tokens are then kept in one piece beside those of the slice. A window shorter than P + T, and earlier tokens,
-need a mask of T x (P + T), kept in the computing type.
+The symbol P, where given, is the number of earlier tokens whose keys are attended to (slices). They are read where
+the earlier slices keep them, chunk by chunk: one chunk's result passes at a time, and in the backward one chunk's
+gradients. A window shorter than P + T needs masks while an action runs, shared by its layers, of no more than
+T x (2 T + window) in the computing type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.kind import Call, Flops, OperatorKind, same_shape
@@ -30,17 +32,43 @@ def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[s
 
 
 def _own_bytes(call: Call) -> int:
-    q, k = call.inputs[0], call.inputs[1]
-    assert q is not None and k is not None
-    rows, queries, heads, dim = q
-    earlier = call.symbols.get("P", 0)
-    keys = k[1] + earlier
-    window = call.attributes.get("window")
-    total = rows * heads * queries * call.wide_bytes
-    if earlier or (window is not None and window < keys):
-        total += queries * keys * call.compute_bytes
-    if earlier:
-        total += 2 * rows * keys * k[2] * dim * call.compute_bytes
+    q = call.inputs[0]
+    assert q is not None
+    rows, queries, heads, _ = q
+    return rows * heads * queries * call.wide_bytes
+
+
+def _forward_extra(call: Call) -> int:
+    """The masks; with earlier tokens the sum so far and the next chunk's result, in the wide type."""
+    return _mask_bytes(call) + _merged_bytes(call)
+
+
+def _backward_extra(call: Call) -> int:
+    """The masks; with earlier tokens one chunk's gradients of q, k and v (chunks as long as the slice), and the sum
+    of those of q where it is wider."""
+    if not call.symbols.get("P", 0):
+        return _mask_bytes(call)
+    chunk = sum(prod(shape) for shape in call.inputs if shape is not None) * call.compute_bytes
+    wider = call.wide_bytes if call.wide_bytes != call.compute_bytes else 0
+    return _mask_bytes(call) + chunk + prod(call.outputs[0]) * wider
+
+
+def _merged_bytes(call: Call) -> int:
+    if not call.symbols.get("P", 0):
+        return 0
+    passing = 2 * call.wide_bytes if call.wide_bytes != call.compute_bytes else call.compute_bytes
+    return prod(call.outputs[0]) * passing + 3 * _own_bytes(call)
+
+
+def _mask_bytes(call: Call) -> int:
+    q, window = call.inputs[0], call.attributes.get("window")
+    assert q is not None
+    queries, earlier = q[1], call.symbols.get("P", 0)
+    if window is None or window >= earlier + queries:
+        return 0
+    own = queries if window < queries else 0
+    before = min(earlier, window - 1, 2 * queries)
+    total: int = queries * (own + before) * call.compute_bytes
     return total
 
 
@@ -57,7 +85,10 @@ OPERATORS = (
         shapes=same_shape,
         flops=_flops,
         saves=_saves,
+        read_later=(1, 2),
         own_bytes=_own_bytes,
+        forward_extra=_forward_extra,
+        backward_extra=_backward_extra,
         boundary=True,
         heavy=True,
     ),

@@ -85,6 +85,8 @@ class OperatorKind:
     "Names of the inputs and outputs that the forward keeps for the backward. Parameters may be named; they are free."
     own_bytes: Callable[[Call], int] = _no_bytes
     "Bytes kept beside those: statistics, keys."
+    read_later: tuple[int, ...] = ()
+    "Indices of inputs that later slices of the microbatch read: kept whatever is recomputed, where there are slices."
     own_bytes_stay: bool = False
     "Whether these stay under selective recomputation although the kind is no boundary."
     pending_values: tuple[int, ...] = ()

@@ -41,10 +41,15 @@ class Kept:
     "Indices of the operators that the backward runs again, in order."
 
 
-def saved_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> Saved:
-    """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P)."""
+def saved_bytes(
+    graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, sliced: bool = False
+) -> Saved:
+    """Bytes kept after a forward and after an input-gradient pass of `graph`, for `symbols` B, T (and P).
+
+    `sliced`: the microbatch comes in several slices, so that what later slices read stays whatever is recomputed.
+    """
     analysis = analysis_of(graph, compute_bytes)
-    held = kept(graph, recompute, compute_bytes)
+    held = kept(graph, recompute, compute_bytes, sliced)
     values = sum(analysis.value_bytes(name, symbols) for name in held.values)
     for index in held.statistics:
         operator = graph.operators[index]
@@ -60,12 +65,36 @@ def effective_recompute(graph: Graph, recompute: Recompute) -> Recompute:
     return recompute
 
 
-def kept(graph: Graph, recompute: Recompute, compute_bytes: int) -> Kept:
-    """Which values, statistics and reruns `recompute` means for this graph."""
+def owed_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
+    """Bytes of the gradients that later slices owe to the T tokens of one slice: of the keys and values that they
+    read, in float32 or wider. Alive from the first backward of such a later slice to the slice's own B or I."""
     analysis = analysis_of(graph, compute_bytes)
-    if recompute not in analysis.kept:
-        analysis.kept[recompute] = _kept(graph, recompute, analysis)
-    return analysis.kept[recompute]
+    own = sum(analysis.value_bytes(name, symbols) for name in _read_later(graph))
+    return own // compute_bytes * max(4, compute_bytes)
+
+
+def _read_later(graph: Graph) -> list[str]:
+    """The values of one slice that later slices read."""
+    return [operator.inputs[index] for operator in graph.operators for index in KINDS[operator.kind].read_later]
+
+
+def kept(graph: Graph, recompute: Recompute, compute_bytes: int, sliced: bool = False) -> Kept:
+    """Which values, statistics and reruns `recompute` means for this graph. `sliced`: see `saved_bytes`."""
+    analysis = analysis_of(graph, compute_bytes)
+    if (recompute, sliced) not in analysis.kept:
+        held = _kept(graph, recompute, analysis)
+        analysis.kept[recompute, sliced] = _and_read_later(held, graph, recompute, analysis) if sliced else held
+    return analysis.kept[recompute, sliced]
+
+
+def _and_read_later(held: Kept, graph: Graph, recompute: Recompute, analysis: Analysis) -> Kept:
+    """With what later slices read. Under full recomputation these are copies where they are parts of a storage that
+    does not stay; else the storage stays."""
+    names = [name for name in _read_later(graph) if analysis.counts(name)]
+    if effective_recompute(graph, recompute) != "full":
+        names = list(analysis.roots(names))
+    values = (*held.values, *(name for name in names if name not in held.values))
+    return Kept(values, held.statistics, held.again)
 
 
 def _kept(graph: Graph, recompute: Recompute, analysis: Analysis) -> Kept:
@@ -135,7 +164,7 @@ class Analysis:
             for name in op.inputs:
                 self.consumers.setdefault(name, []).append(index)
         self.root: dict[str, str] = {}
-        self.kept: dict[Recompute, Kept] = {}
+        self.kept: dict[tuple[Recompute, bool], Kept] = {}
         "What `kept` has found."
         self._gradient: dict[str, bool] = {"": False}
         self._saves: dict[str, tuple[str, ...]] = {}

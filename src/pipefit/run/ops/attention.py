@@ -1,21 +1,24 @@
 """attention(q, k, v) {causal, scale, window}: scaled dot products over grouped heads, also over earlier slices.
 
 q (B, T, H, K), k and v (B, T, G, K), H a multiple of G; result (B, T, H, K). A sequence may come in slices: a slice
-attends to its own keys and values and to those of the slices before it, which `Past` holds as detached tensors.
-Slices run backward in reverse order; a slice's backward adds what it owes to the keys and values of earlier slices
-into `Past`, and picks up what later slices left for its own (reference: TeraPipe; the autograd recipe for slices).
+attends to its own keys and values and to those of the slices before it, chunk by chunk as they are: results are
+merged by their log-sum-exps, and the backward goes over the same chunks with the merged result and log-sum-exp (Ring
+Attention, Liu et al., 2023). Nothing is joined, and what earlier slices have kept for their own backward is all that
+later ones read. Slices run backward in reverse order; a slice's backward adds what it owes to the keys and values of
+earlier slices into `Past`, in float32 or wider, and picks up what later slices left for its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
+from pipefit.run.attention_kernels import Call, attend, attend_back, wide_of
 from pipefit.run.ops import Context, Step
+from pipefit.run.sight import Sight
 from pipefit.run.stage_record import Record
 
 
@@ -32,111 +35,149 @@ class Past:
         self.owed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def put(self, slice_: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        assert slice_ == 0 or slice_ - 1 in self.chunks, "slices must be run forward in order"
+        if not torch.is_grad_enabled():
+            k, v = compact(k), compact(v)
         self.chunks[slice_] = (k.detach(), v.detach())
 
-    def before(self, slice_: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The chunks of all earlier slices, in order."""
-        assert all(i in self.chunks for i in range(slice_)), "slices must be run forward in order"
-        return [self.chunks[i] for i in range(slice_)]
+    def first(self, slice_: int) -> int:
+        """The place in the row of the slice's first token."""
+        return sum(self.chunks[index][0].shape[1] for index in range(slice_))
 
     def owe(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add gradients (which the caller gives away) to what later slices owe to this one."""
         if slice_ in self.owed:
             total_k, total_v = self.owed[slice_]
             total_k.add_(dk)
             total_v.add_(dv)
         else:
-            wide = torch.promote_types(dk.dtype, torch.float32)
-            self.owed[slice_] = (dk.to(wide, copy=True), dv.to(wide, copy=True))
+            self.owed[slice_] = (dk.to(wide_of(dk.dtype)), dv.to(wide_of(dv.dtype)))
 
-    def settle(self, slice_: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        self.chunks.pop(slice_, None)
-        return self.owed.pop(slice_, None)
+    def settle(self, slice_: int, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole gradients of a slice's keys and values: its own (given away) and what later slices owe to it."""
+        del self.chunks[slice_]
+        owed = self.owed.pop(slice_, None)
+        if owed is None:
+            return dk, dv
+        return owed[0].add_(dk).to(dk.dtype), owed[1].add_(dv).to(dv.dtype)
 
 
-class _SlicedAttention(torch.autograd.Function):
-    """Attention of one slice, with its own small autograd graph over the slice and the chunks before it."""
+def compact(x: torch.Tensor) -> torch.Tensor:
+    """x without the rest of its storage: where a layer will be recomputed, nobody else keeps it."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of one slice (or of an uncut sequence with a mask): keeps q, its result, and the log-sum-exp.
+
+    Keys and values of slices are kept by `past`, as later ones read them; those of an uncut sequence by autograd, so
+    that recomputation can do without them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, record: Record, attend: Any) -> torch.Tensor:
-        ctx.past, ctx.slice = past, record.slice
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            chunks = [[x.detach().requires_grad_() for x in chunk] for chunk in past.before(record.slice)]
-            out = attend(leaves[0], *joined(chunks, leaves[1], leaves[2]), record.cache)
-        ctx.leaves = (*leaves, *(x for chunk in chunks for x in chunk))
-        ctx.out = out
-        return out.detach()
+    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, record: Record, scale: float, window: Any) -> Any:
+        ctx.past, ctx.record, ctx.scale, ctx.window = past, record, scale, window
+        out, lse = forward_over(past, record, q, scale, window)
+        ctx.save_for_backward(q, out, *((k, v) if record.past is None else ()))
+        ctx.lse = lse
+        if record.past is None:
+            past.chunks.clear()
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        gradients = torch.autograd.grad(ctx.out, ctx.leaves, dy)
-        ctx.out = ctx.leaves = None
-        dq, dk, dv, *earlier = gradients
-        for index in range(0, len(earlier), 2):
-            ctx.past.owe(index // 2, earlier[index], earlier[index + 1])
-        owed = ctx.past.settle(ctx.slice)
-        if owed is not None:
-            dk, dv = (dk + owed[0]).to(dk.dtype), (dv + owed[1]).to(dv.dtype)
-        return dq, dk, dv, None, None, None
+        q, out, *whole = ctx.saved_tensors
+        if whole:
+            ctx.past.chunks[0] = (whole[0], whole[1])
+        gradients = backward_over(ctx.past, ctx.record, dy, q, out, ctx.lse, ctx.scale, ctx.window)
+        ctx.past = ctx.record = ctx.lse = None
+        return *gradients, None, None, None, None
 
 
-def joined(chunks: Sequence[Sequence[Any]], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of earlier chunks and of this slice, one after the other along the tokens."""
-    if not chunks:
-        return k, v
-    return torch.cat([*(chunk[0] for chunk in chunks), k], 1), torch.cat([*(chunk[1] for chunk in chunks), v], 1)
+def forward_over(
+    past: Past, record: Record, q: torch.Tensor, scale: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, log-sum-exp) of the slice's queries over its own chunk and those before it that they see."""
+    sight = Sight(record, past.first(record.slice), q, window)
+    mask = sight.of_own()
+    out, lse = attend(Call(scale, causal=mask is None), q, *past.chunks[record.slice], mask)
+    stop = sight.first
+    for index in range(record.slice - 1, -1, -1):
+        k, v = past.chunks[index]
+        start = stop - k.shape[1]
+        mask = sight.of_earlier(start, stop)
+        stop = start
+        if mask == "nothing":
+            break
+        more, more_lse = attend(Call(scale, causal=False), q, k, v, mask)
+        if out.dtype != lse.dtype:
+            out = out.to(lse.dtype)
+        out.lerp_(more.to(lse.dtype), (more_lse - lse).sigmoid_().transpose(1, 2).unsqueeze(-1))
+        lse = torch.logaddexp(lse, more_lse)
+        del more
+    return out.to(q.dtype), lse
+
+
+def backward_over(
+    past: Past,
+    record: Record,
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of the slice's q, k and v, what later slices owe it among them; earlier ones are owed theirs."""
+    sight = Sight(record, past.first(record.slice), q, window)
+    mask = sight.of_own()
+    k, v = past.chunks[record.slice]
+    dq, dk, dv = attend_back(Call(scale, causal=mask is None), dy, q, k, v, out, lse, mask)
+    dk, dv = past.settle(record.slice, dk, dv)
+    stop = sight.first
+    for index in range(record.slice - 1, -1, -1):
+        k, v = past.chunks[index]
+        start = stop - k.shape[1]
+        mask = sight.of_earlier(start, stop)
+        stop = start
+        if mask == "nothing":
+            break
+        more, dk_owed, dv_owed = attend_back(Call(scale, causal=False), dy, q, k, v, out, lse, mask)
+        if dq.dtype != lse.dtype:
+            dq = dq.to(lse.dtype)
+        dq.add_(more)
+        del more
+        past.owe(index, dk_owed, dv_owed)
+    return dq.to(q.dtype), dk, dv
 
 
 def build(operator: Operator, context: Context) -> Step:
-    scale = operator.attributes.get("scale")
+    scale = float(operator.attributes["scale"])
     window = operator.attributes.get("window")
     causal = bool(operator.attributes.get("causal", True))
-    sdpa = functional.scaled_dot_product_attention
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: dict[Any, Any] | None = None) -> torch.Tensor:
-        """q (B, T, H, K) are the last T of the S positions of k and v (B, S, G, K); masks are made once per cache."""
-        count, length = q.shape[1], k.shape[1]
-        grouped = q.shape[2] != k.shape[2]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if causal and (count != length or (window is not None and window < length)):
-            assert cache is not None
-            key = ("band", count, length, window)
-            if key not in cache:
-                cache[key] = band_mask(count, length, window, q.device)
-            out = sdpa(q, k, v, attn_mask=cache[key], scale=scale, enable_gqa=grouped)
-        else:
-            out = sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-    if context.slices == 1:
-        if window is None:
-            return Step(attend)
-        return Step(lambda record, q, k, v: attend(q, k, v, record.cache), wants_record=True)
     place = (context.layer, context.operator)
-    apply = _SlicedAttention.apply
 
-    def sliced(record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        if not record.train:
-            return attend(q, k, v, record.cache)
-        past = record.past.get(place)
-        if past is None:
-            past = record.past[place] = Past()
+    def attention(record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        past = Past()
+        if record.past is not None:
+            past = record.past.setdefault(place, past)
+        elif record.feed.documents is None and (window is None or window >= q.shape[1]):
+            return whole(q, k, v, causal, scale)
+        assert causal, "only causal attention can be cut or masked"
         past.put(record.slice, k, v)
-        if not torch.is_grad_enabled():
-            return attend(q, *joined(past.before(record.slice), k, v), record.cache)
-        return apply(q, k, v, past, record, attend)
+        if torch.is_grad_enabled():
+            return _Attention.apply(q, k, v, past, record, scale, window)
+        return forward_over(past, record, q, scale, window)[0]
 
-    return Step(sliced, wants_record=True)
+    return Step(attention, wants_record=True)
 
 
-def band_mask(count: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool (count, length): query i, at position length - count + i, sees keys up to itself, `window` of them."""
-    query = torch.arange(length - count, length, device=device).unsqueeze(1)
-    key = torch.arange(length, device=device).unsqueeze(0)
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    return mask
+def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """PyTorch's own attention, for uncut sequences without a mask."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 BUILDERS = {"attention": build}

@@ -1,0 +1,291 @@
+"""Attention of some queries to one run of keys, forward with the log-sum-exp and backward from any log-sum-exp.
+
+Attention to several runs of keys is the mean of its results, weighted by their log-sum-exps; and its backward is the
+sum of the backwards over the runs, each with the result and the log-sum-exp of the *whole* (Ring Attention, Liu et
+al., 2023; FlashAttention-2, Dao, 2023). PyTorch's public attention does not hand out the log-sum-exp, so this file
+calls the private operators of its kernels, and is the only one that does: their names and arguments are those of
+PyTorch 2.11 to 2.13. A kernel is tried once per device, type and kind of call, against the plain one at the end of
+this file; where it is missing or differs, the plain one takes its place.
+
+Shapes: q (B, T, H, K); k, v (B, S, G, K), H a multiple of G; log-sum-exps (B, H, T) in float32 or wider. A mask is
+added to the scores, (B or 1, 1, T, S) in the type of q. `causal` needs T = S: query i sees keys 0 to i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+ALIGNMENT = 32
+"""The memory-efficient kernel wants rows of log-sum-exps padded to a multiple of this, masks to half of it."""
+
+LOW = -1e3
+"""Log-sum-exps below this are those of queries that see nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What does not change from one call to the next."""
+
+    scale: float
+    causal: bool
+
+
+class Kernel(NamedTuple):
+    """Two functions over the shapes above: (out, log-sum-exp), and (dq, dk, dv) in the type of q."""
+
+    forward: Callable[[Call, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    backward: Callable[[Call, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Any]
+    takes: Callable[[str, torch.dtype, bool], bool]
+    "Of (device type, type of q, whether there is a mask): whether the kernel is made for it at all."
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out (B, T, H, K) in the type of q, log-sum-exp of the scaled and masked scores)."""
+    return _kernel(q, k, call, mask).forward(call, q, k, v, mask)
+
+
+def attend_back(
+    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these keys add to (dq, dk, dv), where `out` and `lse` are those of all keys that the queries see."""
+    dq, dk, dv = _kernel(q, k, call, mask).backward(call, dy, q, k, v, out, lse, mask)
+    return dq, dk, dv
+
+
+def _kernel(q: Tensor, k: Tensor, call: Call, mask: Tensor | None) -> Kernel:
+    return choose(q.device, q.dtype, mask is not None, call.causal, q.shape[2] != k.shape[2], q.shape[3])
+
+
+@cache
+def choose(
+    device: torch.device, dtype: torch.dtype, masked: bool, causal: bool, grouped: bool, features: int
+) -> Kernel:
+    """The first kernel that takes such calls and gives, on this device, what the plain one gives."""
+    made_for_it = [kernel for kernel in KERNELS if kernel.takes(device.type, dtype, masked)]
+    kind = (device, dtype, masked, causal, grouped, features)
+    return next((kernel for kernel in made_for_it if _agrees(kernel, *kind)), PLAIN)
+
+
+def _agrees(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    masked: bool,
+    causal: bool,
+    grouped: bool,
+    features: int,
+) -> bool:
+    """Try a small call, with a log-sum-exp and a result of more keys than it is given, beside the plain kernel."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    tokens, keys, heads = 19, 19 if causal else 37, 4
+    call = Call(features**-0.5, causal)
+    q, dy = draw(2, tokens, heads, features), draw(2, tokens, heads, features)
+    k, v = (draw(2, keys, 2 if grouped else heads, features) for _ in range(2))
+    mask = None
+    if masked:
+        mask = torch.zeros(2, 1, tokens, keys, dtype=dtype, device=device)
+        mask[1, :, 3:5] = hidden(dtype)
+        mask[:, :, :, -4:] = hidden(dtype)
+    try:
+        found = kernel.forward(call, q, k, v, mask)
+        wanted = PLAIN.forward(call, q, k, v, mask)
+        more = (0.5 * wanted[0] + 0.1, torch.logaddexp(wanted[1], torch.ones_like(wanted[1])))
+        found += tuple(kernel.backward(call, dy, q, k, v, *more, mask))
+        wanted += tuple(PLAIN.backward(call, dy, q, k, v, *more, mask))
+    except (RuntimeError, AttributeError, TypeError, NotImplementedError):
+        return False
+    seen = (wanted[1] > LOW).transpose(1, 2).unsqueeze(-1)  # what sees nothing has any result, which weighs nothing
+    found, wanted = ((torch.where(seen, out, 0), *rest) for out, *rest in (found, wanted))
+    bound = 32 * torch.finfo(dtype).eps
+    return all(one.shape == two.shape and _close(one, two, bound) for one, two in zip(found, wanted, strict=True))
+
+
+def _close(one: Tensor, two: Tensor, bound: float) -> bool:
+    """To `bound` of the largest entry; log-sum-exps of nothing are alike however low they are."""
+    one, two = (x.double().clamp(min=LOW) for x in (one, two))
+    return bool((one - two).abs().max() <= bound * (1 + two[two > LOW].abs().max()))
+
+
+def hidden(dtype: torch.dtype) -> float:
+    """What a mask adds to the score of a key that is not seen: finite, so that a query that sees nothing in one run
+    of keys has a result there, with a log-sum-exp so low that it weighs nothing."""
+    return -torch.finfo(dtype).max / 2
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The type of statistics and sums: float32, or float64 where the run computes in float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# PyTorch's flash attention for CPUs: every floating type, masks, and (as the kernel says itself) grouped heads.
+
+
+def _cpu_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
+    return device == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _cpu_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    k, v = _repeated(q, k), _repeated(q, v)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, call.causal, attn_mask=mask, scale=call.scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _cpu_backward(
+    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> Any:
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in (dy, q, _repeated(q, k), _repeated(q, v), out)), _token_major(lse), 0.0,
+        call.causal, attn_mask=mask, scale=call.scale,
+    )  # fmt: skip
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    return dq, _folded(dk, k), _folded(dv, k)
+
+
+@cache
+def _groups_are_native() -> bool:
+    """Whether the CPU's kernel reads grouped heads itself: whether PyTorch's own attention hands them to it as they
+    are. Where it does not, keys and values are repeated for every head, for as long as one call lasts."""
+    q = torch.ones(1, 2, 1, 8, requires_grad=True)
+    k = torch.ones(1, 1, 1, 8, requires_grad=True)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    saved = getattr(out.grad_fn, "_saved_key", None)
+    return saved is not None and saved.shape[1] == 1
+
+
+def _repeated(q: Tensor, k: Tensor) -> Tensor:
+    if q.shape[2] == k.shape[2] or (q.device.type == "cpu" and _groups_are_native()):
+        return k
+    return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+
+def _folded(gradient: Tensor, k: Tensor) -> Tensor:
+    """The gradient of what `_repeated` made of k, as that of k."""
+    if gradient.shape[2] == k.shape[2]:
+        return gradient
+    return gradient.unflatten(2, (k.shape[2], -1)).sum(3)
+
+
+def _token_major(lse: Tensor) -> Tensor:
+    """(B, H, T) as the CPU's kernel writes it: heads of a token side by side."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# FlashAttention-2 on CUDA: half types, grouped heads, no masks.
+
+
+def _flash_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and not masked
+
+
+def _flash_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, call.causal, False, scale=call.scale
+    )
+    return out, lse
+
+
+def _flash_backward(
+    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> Any:
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator, for a dropout of nothing
+    return torch.ops.aten._flash_attention_backward(
+        dy.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
+        call.causal, state, torch.zeros((), dtype=torch.uint64, device=q.device), scale=call.scale,
+    )  # fmt: skip
+
+
+# The memory-efficient kernel on CUDA: float32 too, masks, heads repeated.
+
+
+def _efficient_takes(device: str, dtype: torch.dtype, masked: bool) -> bool:
+    return device == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _efficient_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *(x.transpose(1, 2) for x in (q, _repeated(q, k), _repeated(q, v))), _aligned(mask, q), True, 0.0, call.causal,
+        scale=call.scale,
+    )  # fmt: skip
+    return out.transpose(1, 2), lse[:, :, : q.shape[1]]
+
+
+def _efficient_backward(
+    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> Any:
+    rows = q.shape[1]
+    padded = torch.full(
+        (*lse.shape[:2], math.ceil(rows / ALIGNMENT) * ALIGNMENT), math.inf, dtype=lse.dtype, device=lse.device
+    )
+    padded[:, :, :rows] = lse
+    nothing = torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *(x.transpose(1, 2) for x in (dy, q, _repeated(q, k), _repeated(q, v))), _aligned(mask, q), out.transpose(1, 2),
+        padded, nothing, nothing, 0.0, [True, True, True, False], call.causal, scale=call.scale,
+    )  # fmt: skip
+    return dq.transpose(1, 2), _folded(dk.transpose(1, 2), k), _folded(dv.transpose(1, 2), k)
+
+
+def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """The mask for every row and head, its rows starting where the kernel can read them."""
+    if mask is None:
+        return None
+    keys, step = mask.shape[3], ALIGNMENT // 2
+    room = mask.new_empty(*mask.shape[:3], math.ceil(keys / step) * step)
+    room[..., :keys] = mask
+    return room[..., :keys].expand(q.shape[0], q.shape[2], -1, -1)
+
+
+# Plain products and a softmax: any device and type, the whole table of scores in float32 or wider.
+
+
+def _scores(call: Call, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, G, H / G, T, S), in float32 or wider."""
+    wide = wide_of(q.dtype)
+    grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("btgrk,bsgk->bgrts", grouped, k.to(wide)) * call.scale
+    if call.causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(above, hidden(wide))
+    return scores if mask is None else scores + mask.to(wide).unsqueeze(2)
+
+
+def _plain_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    scores = _scores(call, q, k, mask)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("bgrts,bsgk->btgrk", (scores - lse.unsqueeze(-1)).exp(), v.to(scores.dtype))
+    return out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
+
+
+def _plain_backward(
+    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+) -> Any:
+    groups, wide = (k.shape[2], -1), wide_of(q.dtype)
+    weights = (_scores(call, q, k, mask) - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+    dy_BTGRK = dy.to(wide).unflatten(2, groups)
+    dv = torch.einsum("bgrts,btgrk->bsgk", weights, dy_BTGRK)
+    own = (dy.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).unflatten(1, groups).unsqueeze(-1)
+    dscores = weights * (torch.einsum("btgrk,bsgk->bgrts", dy_BTGRK, v.to(wide)) - own) * call.scale
+    dq = torch.einsum("bgrts,bsgk->btgrk", dscores, k.to(wide)).flatten(2, 3)
+    dk = torch.einsum("bgrts,btgrk->bsgk", dscores, q.to(wide).unflatten(2, groups))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+PLAIN = Kernel(_plain_forward, _plain_backward, lambda device, dtype, masked: True)
+KERNELS = (
+    Kernel(_cpu_forward, _cpu_backward, _cpu_takes),
+    Kernel(_flash_forward, _flash_backward, _flash_takes),
+    Kernel(_efficient_forward, _efficient_backward, _efficient_takes),
+)
