@@ -1,0 +1,142 @@
+"""The cheapest programs for a chain of layers: forms of the hidden state between them chosen jointly.
+
+Equal layers are searched once for every form that they can take; then a shortest path over the forms between layers
+gives each layer its program. Parameters that two layers share get one form, tried one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipefit.errors import PlanError
+from pipefit.layout import IDENTITY, Form, gathered
+from pipefit.model.graph import Graph, Layer, Model
+from pipefit.shard.frontier import solve_ends
+from pipefit.shard.pricing import PricedLayer, Setting, number_of, on_stream, priced
+from pipefit.shard.recipe import Recipe, recipe_of
+from pipefit.shard.template import Chosen, chosen
+
+Pinned = tuple[tuple[str, Form], ...]
+"""Forms of a layer's parameters that other layers share, by local name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One layer's program in a chain."""
+
+    takes: Form
+    gives: Form
+    layer: PricedLayer
+    choice: Chosen
+    cost_s: float
+    "As the search counts it: devices in step after every operator."
+
+    @property
+    def recipe(self) -> Recipe:
+        return recipe_of(self.layer, self.choice, self.takes, self.gives)
+
+
+@dataclass
+class Chains:
+    """Searches of one model's layers among the devices of one setting; templates are made once for all shares."""
+
+    model: Model
+    setting: Setting
+    _templates: dict[object, PricedLayer] = field(default_factory=dict)
+
+    def search(self, layers: Sequence[Layer], shares: Sequence[int]) -> tuple[Link, ...]:
+        """The cheapest programs of consecutive layers for these shares. The first takes its hidden state and the last
+        hands it on in whatever form is cheapest. Raises PlanError where there is no program at all."""
+        memo: dict[object, Mapping[Form, Link]] = {}
+        best: tuple[float, tuple[Link, ...]] | None = None
+        for forms in self._tied_forms(layers):
+            found = self._path(layers, shares, forms, memo)
+            if found is not None and (best is None or found[0] < best[0]):
+                best = found
+        if best is None:
+            raise PlanError(
+                "There is no program for these layers and shares.",
+                where="shard program",
+                seen=f"shares {':'.join(map(str, shares))}",
+                next_step="make the shares more even",
+            )
+        return best[1]
+
+    def _path(
+        self,
+        layers: Sequence[Layer],
+        shares: Sequence[int],
+        tied: Mapping[str, Form],
+        memo: dict[object, Mapping[Form, Link]],
+    ) -> tuple[float, tuple[Link, ...]] | None:
+        """The cheapest way through the forms between layers; `tied` are the forms of shared parameters."""
+        first = self.model.layer_graph(layers[0])
+        states: dict[Form, tuple[float, tuple[Link, ...]]] = dict.fromkeys(stream_forms(first, True), (0.0, ()))
+        for layer in layers:
+            pinned = tuple((local, tied[name]) for local, name in layer.parameters.items() if name in tied)
+            after: dict[Form, tuple[float, tuple[Link, ...]]] = {}
+            for form, (cost, path) in states.items():
+                key = (layer.graph, pinned, form)
+                if key not in memo:
+                    memo[key] = self._layer(layer.graph, pinned, form, shares)
+                for gives, link in memo[key].items():
+                    if gives not in after or cost + link.cost_s < after[gives][0]:
+                        after[gives] = cost + link.cost_s, (*path, link)
+            states = after
+        return min(states.values(), key=lambda one: one[0], default=None)
+
+    def _layer(self, name: str, pinned: Pinned, takes: Form, shares: Sequence[int]) -> Mapping[Form, Link]:
+        """The cheapest program of one layer for every form that it can hand on."""
+        graph = self.model.graphs[name]
+        key = (name, pinned, takes)
+        if key not in self._templates:
+            self._templates[key] = priced(graph, self.setting, takes, dict(pinned))
+        layer = self._templates[key]
+        fractions = layer.template.fractions(shares)
+        problem, numbers = layer.template.at(fractions)
+        result = layer.values.index(graph.outputs[0])
+        taken = [tensor.name for tensor in graph.inputs if on_stream(tensor)]
+        if taken and not layer.passable(taken[0], takes, fractions):
+            return {}
+        forms = [form for form in stream_forms(graph, False) if layer.passable(graph.outputs[0], form, fractions)]
+        ends = [{**layer.template.wanted, result: number_of(form)} for form in forms]
+        found = solve_ends(problem, ends)
+        return {
+            forms[number]: Link(
+                takes=takes,
+                gives=forms[number],
+                layer=layer,
+                choice=chosen(layer.template, numbers, solution),
+                cost_s=solution.cost_s,
+            )
+            for number, solution in found.items()
+        }
+
+    def _tied_forms(self, layers: Sequence[Layer]) -> list[dict[str, Form]]:
+        """Every assignment of forms to the parameters that several different layers share."""
+        uses: dict[str, list[Layer]] = {}
+        for layer in layers:
+            for name in layer.parameters.values():
+                uses.setdefault(name, []).append(layer)
+        shared = {name: found for name, found in uses.items() if len(found) > 1}
+        ranks = {}
+        for name, found in shared.items():
+            local = next(local for local, other in found[0].parameters.items() if other == name)
+            ranks[name] = len(self.model.layer_graph(found[0]).parameter(local).shape)
+        options = [[(name, form) for form in (IDENTITY, *map(gathered, range(rank)))] for name, rank in ranks.items()]
+        return [dict(each) for each in itertools.product(*options)]
+
+
+def stream_forms(graph: Graph, incoming: bool) -> tuple[Form, ...]:
+    """The forms in which a layer may take (`incoming`) or hand on its hidden state: whole, or split along a dimension
+    that every part of a run cuts alike: rows, tokens, or features in units of one."""
+    tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
+    if incoming:
+        taken = [tensor for tensor in graph.inputs if tensor.role == "activation"]
+    else:
+        taken = [tensors[graph.outputs[0]]]
+    if not taken or not on_stream(taken[0]):
+        return (IDENTITY,)
+    return (IDENTITY, *(gathered(dim) for dim in range(len(taken[0].shape))))

@@ -1,0 +1,66 @@
+"""Which dimensions of a layer's values can be split over a shard axis, and in how many units each is cut.
+
+Operators tie dimensions together: the columns of a projection, the heads they become, the groups of an attention. All
+dimensions that splits pass between form one class, and a class is cut in one number of units that divides all of
+them, so that every tensor of it is cut at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+
+from pipefit.model.graph import Graph, Shape, Size
+from pipefit.shard.program import LOCAL, labels_at
+
+Place = tuple[str, int]
+"""(value or parameter, dimension)."""
+
+
+def cut_units(graph: Graph) -> Mapping[Place, int]:
+    """Units of every dimension that can be split; 0 for rows and tokens, which are cut at run time."""
+    shapes = shapes_of(graph)
+    parent: dict[Place, Place] = {}
+    numbers: dict[Place, list[Size]] = {}
+
+    def find(place: Place) -> Place:
+        while parent.setdefault(place, place) != place:
+            place = parent[place]
+        return place
+
+    for operator in graph.operators:
+        labelled = labels_at(shapes, operator)
+        places: dict[str, list[Place]] = {}
+        names = (*operator.inputs, *operator.outputs)
+        for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
+            for dim, label in enumerate(labels or ()):
+                if name and label is not None:
+                    places.setdefault(label, []).append((name, dim))
+        for label, tied in places.items():
+            for place in tied:
+                parent[find(place)] = find(tied[0])
+            if label in labelled.units:
+                numbers.setdefault(tied[0], []).append(labelled.units[label])
+    for name, shape in shapes.items():
+        for dim, size in enumerate(shape):
+            numbers.setdefault((name, dim), []).append(size)
+    classes: dict[Place, list[Size]] = {}
+    for place, sizes in numbers.items():
+        if place in parent:
+            classes.setdefault(find(place), []).extend(sizes)
+    units = {root: _units(sizes) for root, sizes in classes.items()}
+    return {place: found for place in parent if (found := units[find(place)]) is not None}
+
+
+def _units(sizes: list[Size]) -> int | None:
+    """One number of units for dimensions of these sizes; None where there is none."""
+    if {*sizes} <= {*LOCAL}:
+        return 0 if len({*sizes}) == 1 else None
+    whole = [size for size in sizes if isinstance(size, int)]
+    return gcd(*whole) if len(whole) == len(sizes) else None
+
+
+def shapes_of(graph: Graph) -> dict[str, Shape]:
+    """The shapes of all inputs, values and parameters."""
+    shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+    return shapes | {spec.name: spec.shape for spec in graph.parameters}

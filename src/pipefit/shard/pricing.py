@@ -1,0 +1,356 @@
+"""From a layer's graph and a group of devices to a template: every way of every operator, and what it costs.
+
+The rules give the ways: whole, split along a label, passing partial sums on. Computing is priced by the roofline of
+each kind of device (times what measured layers of that kind showed), collectives by the links of the very group, each
+with the one that its backward does (the duality of forms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
+from pipefit.cost.roofline import BACKWARD, CollectiveTime, Work, operator_work
+from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count, multiply_sizes
+from pipefit.shard import frontier
+from pipefit.shard.cuts import cut_units, shapes_of
+from pipefit.shard.program import TOKENS, labels_at
+from pipefit.shard.rules import Labelled, Labels
+from pipefit.shard.template import WHOLE_CUT, Fractions, Line, Lines, Members, OpenStep, OpenWay, Template, Toll
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The devices of a shard axis, and what one microbatch brings them."""
+
+    kinds: tuple[DeviceKind, ...]
+    "Of every position."
+    collective: CollectiveTime
+    "Over these devices, together with all groups that do the same at the same time."
+    rows: int
+    tokens: int
+    precision: Precision
+    microbatches: int
+    "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
+    slowness: Mapping[str, float] = field(default_factory=dict)
+    "Kind of device -> what its computing takes against the roofline, where that was measured."
+
+    @cached_property
+    def distinct(self) -> tuple[DeviceKind, ...]:
+        return tuple({kind.name: kind for kind in self.kinds}.values())
+
+    @cached_property
+    def members(self) -> Members:
+        names = [kind.name for kind in self.distinct]
+        return Members(tuple(names.index(kind.name) for kind in self.kinds))
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        return {"B": self.rows, "T": self.tokens, "P": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """What a way of the template stands for: a choice in words, without its units."""
+
+    label: str = ""
+    "The label that is split; '' for none."
+    linear: int = -1
+    settle: Form = PARTIAL
+    "What a partial result becomes at once."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedLayer:
+    """A template, and what its numbers stand for."""
+
+    template: Template
+    values: tuple[str, ...]
+    "The names of its values and parameters, by number."
+    operators: tuple[int, ...]
+    "Of every step: the place of its operator; -1 for a parameter that takes its form."
+    picks: tuple[tuple[Pick, ...], ...]
+    "Of every way of every step."
+    units: Mapping[tuple[str, int], int]
+    "How every dimension that can be split is cut (`cuts.cut_units`)."
+    cuts: Mapping[tuple[str, int], int]
+    "The cuts of those that can be split among these devices."
+    shapes: Mapping[str, Shape]
+
+    def passable(self, name: str, form: Form, fractions: Fractions) -> bool:
+        """Whether a value can be handed from layer to layer in this form: layers agree only on cuts of rows, of
+        tokens, and of features one by one."""
+        if form.dim is None:
+            return form.kind == "I"
+        place = name, form.dim
+        return self.cuts.get(place) in fractions.worst and self.units[place] in (0, self.shapes[name][form.dim])
+
+
+def priced(graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form] | None = None) -> PricedLayer:
+    """The template of a layer that gets its hidden state as `takes`; `pinned` are forms of parameters that are tied to
+    other layers."""
+    return _Pricing(graph, setting, takes, pinned or {}).finish()
+
+
+def number_of(form: Form) -> int:
+    """A form as the frontier numbers it."""
+    if form.kind == "G":
+        assert form.dim is not None
+        return frontier.split_along(form.dim)
+    return frontier.PARTIAL if form.kind == "P" else frontier.WHOLE
+
+
+def form_of(number: int) -> Form:
+    """The form that the frontier numbers so."""
+    if number == frontier.WHOLE:
+        return IDENTITY
+    return PARTIAL if number == frontier.PARTIAL else gathered(number - 2)
+
+
+def on_stream(tensor: Tensor) -> bool:
+    """Whether a value is the hidden state, which layers may hand on split."""
+    return tensor.role == "activation" and TOKENS in tensor.shape[1:2]
+
+
+class _Pricing:
+    def __init__(self, graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form]) -> None:
+        self.graph, self.setting, self.takes, self.pinned = graph, setting, takes, pinned
+        self.shapes = shapes_of(graph)
+        self.units = cut_units(graph)
+        self.parameters = {spec.name: spec for spec in graph.parameters}
+        self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
+        self.width = COMPUTE_BYTES[setting.precision]
+        self.values: dict[str, int] = {}
+        self.cuts: dict[int, int] = {}
+        self.steps: list[OpenStep] = []
+        self.operators: list[int] = []
+        self.picks: list[tuple[Pick, ...]] = []
+
+    def finish(self) -> PricedLayer:
+        for tensor in self.graph.inputs:
+            self.number(tensor.name)
+        for place, operator in enumerate(self.graph.operators):
+            for name in operator.inputs:
+                if name in self.parameters and name not in self.values:
+                    self.parameter(self.parameters[name])
+            self.operator(place, operator)
+        given = {self.values[t.name]: number_of(self.takes if on_stream(t) else IDENTITY) for t in self.graph.inputs}
+        wanted = {self.values[name]: frontier.WHOLE for name in self.graph.outputs}
+        names = tuple(self.values)
+        template = Template(
+            members=self.setting.members,
+            steps=tuple(self.steps),
+            tolls=tuple({} if name in self.parameters else self.tolls(self.tensors[name]) for name in names),
+            cuts=tuple(self.cuts),
+            given=given,
+            wanted=wanted,
+        )
+        return PricedLayer(
+            template=template,
+            values=names,
+            operators=tuple(self.operators),
+            picks=tuple(self.picks),
+            units=self.units,
+            cuts={place: cut for place in self.units if (cut := self.cut(*place)) is not None},
+            shapes=self.shapes,
+        )
+
+    def number(self, name: str) -> int:
+        return self.values.setdefault(name, len(self.values))
+
+    def parameter(self, spec: ParameterSpec) -> None:
+        """A parameter chooses its form: whole, and its gradient is reduced once an iteration; or split."""
+        elements = element_count(spec.shape, {})
+        ways, picks = [], []
+        forms = [IDENTITY, *(gathered(dim) for dim in range(len(spec.shape)) if self.cut(spec.name, dim) is not None)]
+        if spec.name in self.pinned:
+            forms = [form for form in forms if form == self.pinned[spec.name]]
+        for form in forms:
+            cut = WHOLE_CUT if form.dim is None else self.cut(spec.name, form.dim)
+            assert cut is not None
+            once_s = 0.0
+            if form == IDENTITY and spec.trainable:
+                gradient = float(elements * GRADIENT_BYTES[self.setting.precision])
+                once_s = self.setting.collective("all_reduce", gradient) / self.setting.microbatches
+            update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
+            seconds = [
+                update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches for kind in self.setting.distinct
+            ]
+            lines = tuple(((0.0, s) if form.kind == "G" else (s, 0.0),) for s in seconds)
+            nothing: tuple[Lines, ...] = ((),) * len(seconds)
+            ways.append(OpenWay((), number_of(form), cut, (nothing, nothing, lines), None, once_s))
+            picks.append(Pick())
+        self._step((), spec.name, ways, picks, -1)
+
+    def operator(self, place: int, operator: Operator) -> None:
+        assert len(operator.outputs) == 1, f"{operator.kind} has several outputs"
+        labelled = labels_at(self.shapes, operator)
+        present = [index for index, name in enumerate(operator.inputs) if name]
+        whole = (0,) * len(present)
+        plain = self.passes(operator, labelled, "")
+        ways = [OpenWay(whole, frontier.WHOLE, WHOLE_CUT, plain)]
+        picks = [Pick()]
+        for number, sums in enumerate(labelled.linear):
+            needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
+            ways.append(OpenWay(needs, frontier.PARTIAL, WHOLE_CUT, plain))
+            picks.append(Pick(linear=number))
+        for label, cut in self.labels(operator, labelled).items():
+            passes = self.passes(operator, labelled, label)
+            gives = _form_along(labelled.outputs[0], label)
+            partial = gives == frontier.WHOLE
+            once = {index for index in labelled.once if partial and operator.inputs[index]}
+            needs = tuple(
+                frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
+            )
+            if not partial:
+                ways.append(OpenWay(needs, gives, cut, passes))
+                picks.append(Pick(label))
+            elif not once:
+                ways.append(OpenWay(needs, frontier.PARTIAL, cut, passes))
+                picks.append(Pick(label))
+            else:
+                for form, toll in self.settlements(operator, labelled, once):
+                    ways.append(OpenWay(needs, number_of(form), cut, passes, toll))
+                    picks.append(Pick(label, settle=form))
+        self._step(tuple(operator.inputs[index] for index in present), operator.outputs[0], ways, picks, place)
+
+    def labels(self, operator: Operator, labelled: Labelled) -> Mapping[str, int]:
+        """The labels that can be split here, with their cuts."""
+        found: dict[str, int] = {}
+        barred = set()
+        names = (*operator.inputs, *operator.outputs)
+        for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
+            for dim, label in enumerate(labels or ()):
+                if name and label is not None:
+                    cut = self.cut(name, dim)
+                    if cut is None or found.setdefault(label, cut) != cut:
+                        barred.add(label)
+        return {label: cut for label, cut in found.items() if label not in barred}
+
+    def settlements(self, operator: Operator, labelled: Labelled, once: set[int]) -> list[tuple[Form, Toll]]:
+        """Forms in which a bias can be added after the reduction: the bias stays whole."""
+        output = operator.outputs[0]
+        barred = {label for index in once for label in labelled.inputs[index] or ()}
+        found = []
+        for (source, target), toll in self.tolls(self.tensors[output]).items():
+            form = form_of(target)
+            split = labelled.outputs[0][form.dim] if form.dim is not None else None
+            runs_late = form.dim is None or self.shapes[output][form.dim] in ("B", "T")
+            if source == frontier.PARTIAL and split not in barred - {None} and runs_late:
+                found.append((form, toll))
+        return found
+
+    def tolls(self, tensor: Tensor) -> Mapping[tuple[int, int], Toll]:
+        """Every conversion of a value, with what its backward does."""
+        cuts = {dim: cut for dim in range(len(tensor.shape)) if (cut := self.cut(tensor.name, dim)) is not None}
+        size = float(element_count(tensor.shape, self.setting.symbols) * self.width)
+        found: dict[tuple[int, int], Toll] = {}
+        for dim, cut in cuts.items():
+            along = frontier.split_along(dim)
+            slow = max(
+                2 * size / kind.memory_bandwidth_bytes_per_s + 2 * kind.overhead_s for kind in self.setting.kinds
+            )
+            found[frontier.WHOLE, along] = Toll((slow, 0.0), cut, meets=False)
+            if tensor.role == "activation":
+                found[along, frontier.WHOLE] = Toll(self.line("all_gather", size), cut)
+                found[frontier.PARTIAL, along] = Toll(self.line("reduce_scatter", size), cut)
+        if tensor.role == "activation":
+            found[frontier.PARTIAL, frontier.WHOLE] = Toll((self.there_and_back("all_reduce", size), 0.0))
+        return found
+
+    def line(self, kind: str, size: float) -> Line:
+        """A padded collective, forward and backward, as a line in n x the largest fraction."""
+        one, two = self.there_and_back(kind, size), self.there_and_back(kind, 2 * size)
+        return 2 * one - two, two - one
+
+    def there_and_back(self, kind: str, size: float) -> float:
+        return self.setting.collective(kind, size) + self.setting.collective(BACKWARD[kind], size)
+
+    def passes(self, operator: Operator, labelled: Labelled, label: str) -> tuple[tuple[Lines, ...], ...]:
+        """The passes of an operator on every kind of device, as lines in the fraction of `label` ('': of nothing)."""
+        once, twice = (
+            operator_work(
+                self.alone(operator, labelled, label, times), operator, self.setting.symbols, self.setting.precision
+            )
+            for times in (1, 2)
+        )
+        return tuple(
+            tuple(self.roof(one, two, kind) for kind in self.setting.distinct)
+            for one, two in zip(once, twice, strict=True)
+        )
+
+    def roof(self, one: Work | None, two: Work | None, kind: DeviceKind) -> Lines:
+        """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""
+        if one is None or two is None:
+            return ()
+        slow = self.setting.slowness.get(kind.name, 1.0)
+        rate = kind.peak_flops_per_s[self.setting.precision] * kind.efficiency / slow
+        speed = kind.memory_bandwidth_bytes_per_s / slow
+        found = []
+        for first, second, per_s in (
+            (one.flops, two.flops, rate),
+            (one.moved_bytes, two.moved_bytes, speed),
+        ):
+            found.append((2 * first - second) / per_s + kind.overhead_s)
+            found.append((second - first) / per_s)
+        lines = ((found[0], found[1]), (found[2], found[3]))
+        return _highest(lines)
+
+    def alone(self, operator: Operator, labelled: Labelled, label: str, times: int) -> Graph:
+        """The operator alone, with the dimensions of a label `times` as long."""
+        shapes: dict[str, Shape] = {}
+        names = (*operator.inputs, *operator.outputs)
+        for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
+            if name:
+                shapes[name] = tuple(
+                    multiply_sizes(times, size) if label and (labels or ())[dim] == label else size
+                    for dim, size in enumerate(self.shapes[name])
+                )
+        tensor = {
+            name: Tensor(name=name, shape=shapes[name], dtype=self.tensors[name].dtype, role=self.tensors[name].role)
+            for name in shapes
+            if name in self.tensors
+        }
+        return Graph(
+            inputs=tuple(tensor[name] for name in tensor if name not in operator.outputs),
+            outputs=operator.outputs,
+            operators=(operator,),
+            parameters=tuple(
+                ParameterSpec(name=name, shape=tuple(map(int, shapes[name])), trainable=self.parameters[name].trainable)
+                for name in shapes
+                if name in self.parameters
+            ),
+            tensors=tuple(tensor[name] for name in operator.outputs),
+        )
+
+    def cut(self, name: str, dim: int) -> int | None:
+        """The number of the cut of a dimension; None where it cannot be split among these devices."""
+        if (name, dim) not in self.units:
+            return None
+        units = self.units[name, dim] or self.setting.symbols[str(self.shapes[name][dim])]
+        if units < len(self.setting.kinds):
+            return None
+        return self.cuts.setdefault(units, len(self.cuts))
+
+    def _step(self, inputs: tuple[str, ...], output: str, ways: list[OpenWay], picks: list[Pick], place: int) -> None:
+        self.steps.append(OpenStep(tuple(self.values[name] for name in inputs), self.number(output), tuple(ways)))
+        self.picks.append(tuple(picks))
+        self.operators.append(place)
+
+
+def _form_along(labels: Labels | None, label: str) -> int:
+    return frontier.split_along(labels.index(label)) if labels is not None and label in labels else frontier.WHOLE
+
+
+def _highest(lines: tuple[Line, Line]) -> Lines:
+    """The lines that are the higher one somewhere between nothing and all."""
+    (a, b), (c, d) = lines
+    if a >= c and a + b >= c + d:
+        return (lines[0],)
+    if c >= a and c + d >= a + b:
+        return (lines[1],)
+    return lines

@@ -1,0 +1,165 @@
+"""What a search decided for one layer, as a short text that is stored in plans: from it and the shares every rank
+writes the same program.
+
+    G1>G1 d1 t0:G1>I out heads in t12:P>G1 +0 ...
+
+First the forms in which the layer takes the hidden state and hands it on; then one word an operator, in order: the
+label that is split, `-` for whole, `+0` for partial sums that pass, `in>G1` for a label whose partial result is
+reduced at once. Words with a colon are conversions of a value, in front of what follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipefit.errors import PlanError
+from pipefit.layout import PARTIAL, Form, parse_form
+from pipefit.model.graph import Graph, Operator
+from pipefit.shard.cuts import cut_units
+from pipefit.shard.pricing import Pick, PricedLayer, form_of
+from pipefit.shard.program import Choice, Conversion, Held, ShardedGraph, shard
+from pipefit.shard.rules import Labelled
+from pipefit.shard.template import Chosen
+
+Turn = tuple[str, Form, Form]
+"""A conversion: (value, from form, to form)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The choices for one layer."""
+
+    takes: Form
+    gives: Form
+    picks: tuple[Pick, ...]
+    "Of every operator."
+    before: tuple[tuple[Turn, ...], ...]
+    "Of every operator: the conversions in front of it."
+    after: tuple[Turn, ...]
+
+    @property
+    def text(self) -> str:
+        """The recipe in words."""
+        words = [f"{self.takes}>{self.gives}"]
+        for pick, turns in zip(self.picks, self.before, strict=True):
+            words += [*map(_turn_word, turns), _pick_word(pick)]
+        return " ".join([*words, *map(_turn_word, self.after)])
+
+
+def recipe_of(layer: PricedLayer, choice: Chosen, takes: Form, gives: Form) -> Recipe:
+    """What a solved layer means, operator by operator."""
+
+    def turns(moves: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
+        return tuple((layer.values[value], form_of(source), form_of(target)) for value, source, target in moves)
+
+    picks, before = [], []
+    waiting: tuple[Turn, ...] = ()
+    for place, each, number, moves in zip(layer.operators, layer.picks, choice.ways, choice.before, strict=True):
+        waiting += turns(moves)
+        if place >= 0:
+            picks.append(each[number])
+            before.append(waiting)
+            waiting = ()
+    return Recipe(takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=turns(choice.after))
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe in `text`. Raises PlanError where it is none."""
+    first, *words = text.split() or [""]
+    takes, separator, gives = first.partition(">")
+    if not separator:
+        raise PlanError(
+            "A recipe begins with the forms it takes and gives.", seen=repr(first), allowed="for example G1>G1"
+        )
+    picks: list[Pick] = []
+    before: list[tuple[Turn, ...]] = []
+    turns: list[Turn] = []
+    for word in words:
+        if ":" in word:
+            turns.append(_turn(word))
+        else:
+            picks.append(_pick(word))
+            before.append(tuple(turns))
+            turns = []
+    return Recipe(
+        takes=parse_form(takes), gives=parse_form(gives), picks=tuple(picks), before=tuple(before), after=tuple(turns)
+    )
+
+
+def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
+    """The program of a recipe. Raises PlanError for a recipe of another graph, and for shares that leave a device
+    without a unit."""
+    if len(recipe.picks) != len(graph.operators):
+        raise PlanError(
+            "This recipe is for another layer.",
+            where="recipe",
+            seen=f"{len(recipe.picks)} choices",
+            allowed=f"{len(graph.operators)} operators",
+            next_step="make the plan again with the model as it is now",
+        )
+    units = cut_units(graph)
+
+    def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice:
+        pick = recipe.picks[place]
+        before = tuple(_conversion(turn, units) for turn in recipe.before[place])
+        if not pick.label:
+            return Choice(linear=pick.linear, before=before)
+        return Choice(pick.label, _units_of(pick.label, operator, labelled, units), settle=pick.settle, before=before)
+
+    after = [_conversion(turn, units) for turn in recipe.after]
+    taken = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
+    takes, gives = _held(taken, recipe.takes, units), _held(graph.outputs[0], recipe.gives, units)
+    return shard(graph, shares, takes, choose, gives, after)
+
+
+def _conversion(turn: Turn, units: Mapping[tuple[str, int], int]) -> Conversion:
+    name, source, target = turn
+    return Conversion(name, _held(name, source, units), _held(name, target, units))
+
+
+def _held(name: str, form: Form, units: Mapping[tuple[str, int], int]) -> Held:
+    if form.dim is None:
+        return Held(form)
+    if (name, form.dim) not in units:
+        raise PlanError("This dimension cannot be split.", where=f"recipe, {name}", seen=str(form))
+    return Held(form, units[name, form.dim])
+
+
+def _units_of(label: str, operator: Operator, labelled: Labelled, units: Mapping[tuple[str, int], int]) -> int:
+    names = (*operator.inputs, *operator.outputs)
+    for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
+        if name and labels and label in labels and (name, labels.index(label)) in units:
+            return units[name, labels.index(label)]
+    raise PlanError("This operator has no such label to split.", where=f"recipe, {operator.kind}", seen=label)
+
+
+def _turn_word(turn: Turn) -> str:
+    name, source, target = turn
+    return f"{name}:{source}>{target}"
+
+
+def _turn(word: str) -> Turn:
+    name, _, forms = word.rpartition(":")
+    source, separator, target = forms.partition(">")
+    if not (name and separator):
+        raise PlanError("This is no conversion.", where="recipe", seen=repr(word), allowed="for example t0:G1>I")
+    return name, parse_form(source), parse_form(target)
+
+
+def _pick_word(pick: Pick) -> str:
+    if pick.linear >= 0:
+        return f"+{pick.linear}"
+    if not pick.label:
+        return "-"
+    return pick.label if pick.settle == PARTIAL else f"{pick.label}>{pick.settle}"
+
+
+def _pick(word: str) -> Pick:
+    if word == "-":
+        return Pick()
+    if re.fullmatch(r"\+\d+", word):
+        return Pick(linear=int(word[1:]))
+    label, separator, form = word.partition(">")
+    return Pick(label, settle=parse_form(form) if separator else PARTIAL)

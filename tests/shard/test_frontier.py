@@ -1,0 +1,90 @@
+"""The search over forms against brute force and against the mixed-integer program, on random programs."""
+
+from __future__ import annotations
+
+import pytest
+from tests.shard.exact_programs import brute_force, exact_cost, random_problem
+
+from pipefit.shard.frontier import Problem, Step, Way, solve, solve_ends
+
+
+def replayed_s(problem, solution):
+    """The cost of a solution, by carrying it out: every form that is read must be held, and is paid for here."""
+    held = {value: {form} for value, form in problem.given.items()}
+    total = 0.0
+
+    def convert(moves):
+        nonlocal total
+        for value, source, target in moves:
+            assert source in held[value], "converted from a form that nobody has"
+            total += problem.conversions[value][source, target]
+            held[value].add(target)
+
+    for step, number, moves in zip(problem.steps, solution.ways, solution.before, strict=True):
+        convert(moves)
+        way = step.ways[number]
+        assert all(form in held[value] for value, form in zip(step.inputs, way.needs, strict=True))
+        held[step.output] = {way.gives}
+        total += way.cost_s
+    convert(solution.after)
+    assert all(form in held[value] for value, form in problem.wanted.items())
+    return total
+
+
+@pytest.mark.parametrize("operators", range(1, 7))
+def test_equal_to_brute_force(operators):
+    solved = 0
+    for seed in range(40):
+        problem = random_problem(1000 * operators + seed, operators)
+        found, wanted = solve(problem), brute_force(problem)
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            assert found.cost_s == pytest.approx(wanted, abs=1e-9)
+            assert replayed_s(problem, found) == pytest.approx(found.cost_s, abs=1e-9)
+            solved += 1
+    assert solved >= 20
+
+
+def test_equal_to_the_mixed_integer_program():
+    solved = 0
+    for seed in range(300):
+        problem = random_problem(seed, 3 + seed % 8, values=1 + seed % 3)
+        found, wanted = solve(problem), exact_cost(problem)
+        assert (found is None) == (wanted is None), seed
+        if found is not None:
+            assert found.cost_s == pytest.approx(wanted, rel=1e-6), seed
+            solved += 1
+    assert solved >= 200
+
+
+def test_several_ends_in_one_pass():
+    problem = random_problem(7, 8)
+    ends = [dict.fromkeys(problem.wanted, form) for form in range(4)]
+    together = solve_ends(problem, ends)
+    assert together
+    for number, end in enumerate(ends):
+        alone = solve(Problem(steps=problem.steps, conversions=problem.conversions, given=problem.given, wanted=end))
+        assert (alone is None) == (number not in together)
+        if alone is not None:
+            assert alone.cost_s == pytest.approx(together[number].cost_s)
+
+
+def test_a_conversion_is_paid_once_for_all_that_read_it():
+    """Two readers of the whole value: one gather, although it costs more than either saves."""
+    reader = Way((0,), 0, 1.0)
+    split = Way((2,), 0, 3.5)
+    steps = (Step((0,), 1, (reader, split)), Step((0,), 2, (reader, split)))
+    problem = Problem(steps=steps, conversions=({(2, 0): 4.0}, {}, {}), given={0: 2}, wanted={1: 0, 2: 0})
+    found = solve(problem)
+    assert found is not None
+    assert (found.cost_s, found.ways, found.before) == (6.0, (0, 0), (((0, 2, 0),), ()))
+
+
+def test_a_form_on_the_way_is_used_again():
+    """P to G1 to I costs more than P to I, and is right where G1 is wanted as well."""
+    steps = (Step((0,), 1, (Way((0,), 0, 0.0),)), Step((0,), 2, (Way((3,), 0, 0.0),)))
+    tolls = {(1, 0): 2.0, (1, 3): 1.5, (3, 0): 1.0}
+    found = solve(Problem(steps=steps, conversions=(tolls, {}, {}), given={0: 1}, wanted={1: 0, 2: 0}))
+    assert found is not None
+    assert found.cost_s == 2.5
+    assert found.before == (((0, 1, 3), (0, 3, 0)), ())
