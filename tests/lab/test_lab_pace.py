@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,25 @@ def test_attention_fades_with_its_context() -> None:
     near, far = (TABLE.layer_time_s("F", facts(64, 1e7, context)) for context in (1, 4096))
     base = TABLE.layer_time_s("F", facts(64))
     assert (far - base) / (near - base) == pytest.approx(4096**0.05)
+
+
+def test_slices_of_a_causal_sequence_take_its_attention_together_where_nothing_masked_is_computed() -> None:
+    """A causal square costs the sum of its slices' rectangles and triangles; a plain product twice as much."""
+    from pipefit.lab.pace import layer_facts
+
+    graph = next(g for g in open_model("tiny").graphs.values() if any(op.kind == "attention" for op in g.operators))
+    kinds = {"masked_share": 0.0, "attention_fade": 0.0, "layer_s": 0.0, "knee_tokens": 1e-9, "join": 1.0}
+    flash = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e18, **kinds)
+    plain = replace(flash, masked_share=1.0)
+
+    def seconds(table: DeviceTable, tokens: int, past: int) -> float:
+        return table.layer_time_s("F", layer_facts(graph, {"B": 2, "T": tokens, "P": past, "S": tokens}))
+
+    whole = seconds(flash, 64, 0)
+    parts = seconds(flash, 40, 0) + seconds(flash, 23, 40) + seconds(flash, 1, 63)
+    assert parts == pytest.approx(whole, rel=1e-9)
+    attention = layer_facts(graph, {"B": 2, "T": 64, "P": 0, "S": 64})["F"].attention_flops
+    assert seconds(plain, 64, 0) - whole == pytest.approx(attention / 0.6e9 * 63 / 128)
 
 
 def test_jitter_is_seeded_lognormal_with_mean_one() -> None:

@@ -289,7 +289,9 @@ def stage_layer_s(
 def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
     """What the device must do for a layer, for each of F, I and W."""
     whole = graph_flops(graph, sizes)
-    attention = [operator_flops(graph, op, sizes) for op in graph.operators if op.kind == "attention"]
+    found = [op for op in graph.operators if op.kind == "attention"]
+    attention = [operator_flops(graph, op, sizes) for op in found]
+    causal = bool(found) and all(op.attributes["causal"] for op in found)
     traffic = graph_traffic_bytes(graph, sizes, 4)
     result = {}
     for kind, field in (("F", "forward"), ("I", "input_gradient"), ("W", "weight_gradient")):
@@ -300,6 +302,7 @@ def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
             traffic_bytes=_TRAFFIC[kind] * traffic,
             tokens=sizes["B"] * sizes["T"],
             context=sizes["P"] + sizes["T"],
+            masked=(sizes["T"] - 1) / 2 / (sizes["P"] + sizes["T"]) if causal else 0.0,
         )
     return result
 

@@ -28,6 +28,8 @@ class LayerFacts:
     "Rows x length on this device."
     context: int
     "Keys that a query attends to at most."
+    masked: float = 0.0
+    "Part of the scores that a causal mask hides."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class DeviceTable:
     "Rate of attention against that of matrix products, at a context of 1."
     attention_fade: float = 0.05
     "The rate of attention falls with the context to this power."
+    masked_share: float = 1.0
+    "Part of the scores behind a causal mask that is computed all the same: 0 as flash kernels do, 1 as plain products."
     layer_s: float = 5e-4
     "Once a layer."
     action_s: float = 3e-3
@@ -70,7 +74,7 @@ class DeviceTable:
         for name in ("layer_s", "action_s", "attention_fade"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 yield LabError("This figure must not be negative.", where=f"{where}.{name}", seen=getattr(self, name))
-        for name, most in (("boost", 0.5), ("jitter", 0.2), ("fusion", 2.0)):
+        for name, most in (("boost", 0.5), ("jitter", 0.2), ("fusion", 2.0), ("masked_share", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 yield LabError(
                     "This share is impossible.",
@@ -97,8 +101,9 @@ class DeviceTable:
         dense_s = self.factor[kind] * work.dense_flops / rate
         traffic_s = work.traffic_bytes / self.memory_bytes_per_s
         attention_rate = self.flops_per_s * self.attention_share * max(1, work.context) ** -self.attention_fade
+        seen = 1.0 - work.masked * (1.0 - self.masked_share)
         joined_s = (dense_s**self.join + traffic_s**self.join) ** (1 / self.join)
-        return float(joined_s + work.attention_flops / attention_rate + self.layer_s)
+        return float(joined_s + seen * work.attention_flops / attention_rate + self.layer_s)
 
     def drift(self, turn: int) -> float:
         """Factor on the `turn`-th compute action of a step (from 0): below 1 at the beginning, towards 1 later."""
