@@ -101,12 +101,12 @@ def small_model(layers: int = 8) -> Model:
     return capture(described.family, described.config)
 
 
-def profiled(lab: Lab, model: Model, sequence: int, *, quick: bool = False) -> Cluster:
+def profiled(lab: Lab, model: Model, sequence: int, tokens: int = TOKENS, *, quick: bool = False) -> Cluster:
     """What `pipefit profile` measures in a lab. Raises PipefitError where the measurement was invalid."""
     task = {
         "layers": True,
         "sequence": sequence,
-        "tokens": TOKENS // 2 if quick else TOKENS,
+        "tokens": tokens // 2 if quick else tokens,
         "layer_rounds": 1,
         "link_rounds": 1 if quick else 2,
         "sizes_bytes": SIZES[::2] if quick else SIZES,

@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from contention import words
-from lab_runs import Measured, lab_of, measured_labs, small_model
+from lab_runs import TOKENS, Measured, measured_labs, small_model
 from pipefit.cluster import Cluster, DeviceKind
 from pipefit.cost.memory_file import MemoryFacts
 from pipefit.cost.network import Network
@@ -54,6 +54,10 @@ TARGETS = {
     "pair": 0.0,
 }  # fmt: skip
 """Least gain over the best baseline on all devices."""
+
+FEWER = {"half-2.5-32": TOKENS // 2}
+"""Of the largest microbatch that is profiled, where devices are so slow that larger ones take minutes; beyond it curves
+are drawn out."""
 
 LIMITS = (1.0, 1.5, 1.2, 0.8, 0.65, 0.5)
 """Where memory is scarce, plans are asked for under these multiples of the cluster's limits. The first is the one that
@@ -86,8 +90,8 @@ def main() -> int:
 
 def measure(name: str, model: Model, arguments: argparse.Namespace) -> dict[str, Any]:
     """One cluster: profile, all plans, their runs, and what came of it."""
-    with lab_of(name) as lab, Work.kept(arguments.work, name, arguments.seconds) as work:
-        cluster = work.profile(lab, model, JOB.sequence, arguments.quick)
+    with Work.kept(arguments.work, name, arguments.seconds) as work:
+        cluster = work.profile(model, JOB.sequence, FEWER.get(name, TOKENS), arguments.quick)
         job = replace(JOB, batch=8) if arguments.quick else JOB
         facts = work.facts(model, cluster) if scarce(cluster) else None
         clusters = limited(cluster, LIMITS if facts else LIMITS[:1])
@@ -98,7 +102,7 @@ def measure(name: str, model: Model, arguments: argparse.Namespace) -> dict[str,
             tried = [replace(one, fits=risk <= RISK) for one, risk in zip(tried, risks, strict=True)]
         picked = chosen(tried)[:: 4 if arguments.quick else 1]
         plans = [*(plan for plan in ours if plan), *(tried[place].plan for place in picked)]
-        runs = iter(work.runs(lab, plans, model, arguments.steps, facts is not None))
+        runs = iter(work.runs(plans, model, arguments.steps, facts is not None))
         own = [(each, plan, next(runs) if plan else None) for each, plan in zip(clusters, ours, strict=True)]
         found = summary(name, cluster, own, tried, {place: next(runs) for place in picked})
         return found | {"sessions": work.sessions}

@@ -15,11 +15,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lab_runs import Measured, profiled, run_plans
+from lab_runs import Measured, lab_of, profiled, run_plans
 from pipefit.cluster import Cluster, load
 from pipefit.codec import digest, dump_text, from_data, to_data
 from pipefit.cost.memory_file import MemoryFacts, load_memory
-from pipefit.lab.lifecycle import Lab
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from provenance import provenance
@@ -39,8 +38,8 @@ class Unfinished(Exception):
 class Work:
     """One cluster's measurements in a folder."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.until = folder, time.monotonic() + seconds
+    def __init__(self, folder: Path, name: str, seconds: float) -> None:
+        self.folder, self.name, self.until = folder, name, time.monotonic() + seconds
         self.sessions: list[dict[str, Any]] = self._read("sessions.json", [])
         self._facts: MemoryFacts | None = None
 
@@ -51,14 +50,16 @@ class Work:
         with tempfile.TemporaryDirectory() as passing:
             path = Path(folder or passing) / name
             path.mkdir(parents=True, exist_ok=True)
-            yield cls(path, seconds)
+            yield cls(path, name, seconds)
 
-    def profile(self, lab: Lab, model: Model, sequence: int, quick: bool) -> Cluster:
-        """The cluster as it was measured: now, or before."""
+    def profile(self, model: Model, sequence: int, tokens: int, quick: bool) -> Cluster:
+        """The cluster as it was measured, with microbatches of up to `tokens`: now, or before."""
         path = self.folder / "cluster.json"
         if not path.is_file():
-            self._measuring("profile")
-            path.write_text(dump_text(profiled(lab, model, sequence, quick=quick)), encoding="utf-8")
+            with lab_of(self.name) as lab:
+                self._measuring("profile")
+                found = profiled(lab, model, sequence, tokens, quick=quick)
+            path.write_text(dump_text(found), encoding="utf-8")
         return load(path)
 
     def facts(self, model: Model, cluster: Cluster) -> MemoryFacts:
@@ -78,7 +79,7 @@ class Work:
         found = json.loads(path.read_text(encoding="utf-8"))
         return [from_data(Plan, plan, str(path)) if plan else None for plan in found]
 
-    def runs(self, lab: Lab, plans: Sequence[Plan], model: Model, steps: int, count_bytes: bool) -> list[Measured]:
+    def runs(self, plans: Sequence[Plan], model: Model, steps: int, count_bytes: bool) -> list[Measured]:
         """Every plan's run, TOGETHER at a time. Raises Unfinished where the time is up before the last of them."""
         keys = [digest(replace(plan, prediction=None, alternatives=())) for plan in plans]
         known: dict[str, Any] = self._read("runs.json", {})
@@ -89,11 +90,12 @@ class Work:
 
         while todo := left():
             if time.monotonic() > self.until:
-                raise Unfinished(f"{lab.file.cluster.name}: {len(todo)} of {len(plans)} plans are to be run")
+                raise Unfinished(f"{self.name}: {len(todo)} of {len(plans)} plans are to be run")
             devices = sorted(plans[todo[0]].devices)
             now = [n for n in todo if sorted(plans[n].devices) == devices][:TOGETHER]
-            self._measuring(f"{len(now)} plans")
-            found = run_plans(lab, [plans[n] for n in now], model, steps=steps, count_bytes=count_bytes)
+            with lab_of(self.name) as lab:
+                self._measuring(f"{len(now)} plans")
+                found = run_plans(lab, [plans[n] for n in now], model, steps=steps, count_bytes=count_bytes)
             for n, run in zip(now, found, strict=True):
                 tries = known.get(keys[n], {}).get("tries", 0) + 1
                 known[keys[n]] = {**asdict(replace(run, trace=())), "tries": tries}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -195,13 +196,13 @@ def test_measurements_are_kept_and_gone_on_with(tmp_path: Path, monkeypatch: pyt
         clock[0] += 10
         return [Measured((1.0 + plans.index(plan),), plans.index(plan) != 3, "", ([],), (5, 6)) for plan in some]
 
-    lab = type("Lab", (), {"file": type("File", (), {"cluster": two_kinds()})})
     monkeypatch.setattr(real_work, "run_plans", run_plans)
+    monkeypatch.setattr(real_work, "lab_of", contextlib.nullcontext)
     monkeypatch.setattr(real_work.time, "monotonic", lambda: clock[0])
     with Work.kept(str(tmp_path), "one", 5.0) as work, pytest.raises(Unfinished, match="2 of 7 plans"):
-        work.runs(lab, plans, None, 1, False)  # type: ignore[arg-type]
+        work.runs(plans, None, 1, False)  # type: ignore[arg-type]
     with Work.kept(str(tmp_path), "one", 5.0) as work:
-        runs = work.runs(lab, plans, None, 1, False)  # type: ignore[arg-type]
+        runs = work.runs(plans, None, 1, False)  # type: ignore[arg-type]
         assert [session["what"] for session in work.sessions] == ["6 plans", "2 plans"]
     assert asked == [[0, 1, 2, 3, 4, 5], [3, 6]] and [run.step_s[0] for run in runs] == [1, 2, 3, 4, 5, 6, 7]
     assert runs[0].peak_bytes == (5, 6) and not runs[3].valid
