@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -289,3 +292,44 @@ def test_readers_on_the_command_line(tmp_path: Path) -> None:
     assert code == 0, err
     assert json.loads(out)["hosts"][1]["name"] == "n2"
     assert len(load(output).hosts) == 2
+
+
+def flood_main(rank: int, port: int, queue: Any) -> None:
+    """Three ranks in a ring, everybody sending and receiving; then a plain round on the same wire."""
+    import torch
+    import torch.distributed as dist
+
+    from pipefit.profile.wire import Wire
+
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    wire = Wire(Board(store, rank, range(3), 30.0), torch.device("cpu"))
+    wire.most_bytes = 2**20
+    ring = wire.measure([(0, 1), (1, 2), (2, 0)], 2**18)
+    plain = wire.measure([(1, 2)], 2**10)
+    queue.put((rank, dict(ring.round_trip_s), dict(plain.round_trip_s)))
+    wire.board.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(120)
+def test_everybody_can_send_and_receive_at_once() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=flood_main, args=(rank, port, queue), daemon=True) for rank in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        found = [queue.get(timeout=90) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    for _, ring, plain in found:
+        assert set(ring) == {(0, 1), (1, 2), (2, 0)} and all(0 < time_s < 10 for time_s in ring.values())
+        assert set(plain) == {(1, 2)}
+    assert len({tuple(sorted(ring.items())) for _, ring, _ in found}) == 1, "all learn the same"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from profile_toys import Contended
 
+from pipefit.profile.flood import LOOK, flooded
 from pipefit.profile.links import Outcome
 from pipefit.profile.sharing import crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.tournament import Pair, mixed, thinned
@@ -139,3 +140,53 @@ def test_uplinks_carry_what_is_found() -> None:
     two = uplinks(range(12), {h: h // 8 for h in range(12)}, names, rates_of(small), SIZE, 2, small.measure)
     assert [each.hosts for each in two] == [("host8", "host9", "host10", "host11")], "of two, the smaller is the rack"
     assert two[0].up_bytes_per_s == pytest.approx(1.2e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("count", "rack", "share"), [(16, 4, 0.6), (16, 4, 0.75), (8, 2, 0.7), (32, 8, 0.7), (12, 4, 0.5)]
+)
+@pytest.mark.parametrize("one", [False, True])
+def test_uplinks_for_more_than_half_of_a_racks_hosts_are_found(count: int, rack: int, share: float, one: bool) -> None:
+    """In a tournament half of the hosts send, and nobody is slower; when all send, whose uplink is full is."""
+    network = Contended(count, rack=rack, uplink=share * rack * 1e9, noise=0.03)
+    if one:
+        inside = range(count - rack, count)
+        network.rack = [1 if h in inside else 2 + h for h in range(count)]
+        network.up = network.down = [1e12, share * rack * 1e9, *[1e12] * count]
+    classes = flooded(range(count), rates_of(network), SIZE, network.measure)
+    last = [h for h in classes if classes[h] == classes[count - 1]]
+    assert last == list(range(count - rack, count))
+    if not one:
+        assert all(classes[h] == classes[h - h % rack] for h in classes) and len({*classes.values()}) == count // rack
+    names = {h: f"host{h}" for h in range(count)}
+    found = uplinks(range(count), classes, names, rates_of(network), SIZE, 2, network.measure)
+    (own,) = (each for each in found if each.hosts == tuple(names[h] for h in last))
+    assert own.up_bytes_per_s == pytest.approx(share * rack * 1e9, rel=0.1)
+    assert own.down_bytes_per_s == pytest.approx(share * rack * 1e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "network", [Contended(16, noise=0.05, spread=0.4), Contended(16, rack=4, uplink=4e9, noise=0.05)]
+)
+def test_hosts_that_share_nothing_or_enough_are_in_no_class(network: Contended) -> None:
+    calls = []
+
+    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+        calls.append(sorted(pairs))
+        return network.measure(pairs, size)
+
+    assert flooded(range(16), rates_of(network), SIZE, measure) == {}
+    assert len({tuple(pairs) for pairs in calls}) == LOOK and all(
+        {a for a, _ in pairs} == set(range(16)) for pairs in calls
+    )
+
+
+def test_ports_that_do_not_send_and_receive_at_once_are_no_racks() -> None:
+    """Half of the rate each way when both are in use: everybody is slower, nobody belongs together."""
+    network = Contended(12)
+
+    def measure(pairs: Sequence[Pair], size: int) -> Outcome:
+        return Outcome({pair: 2 * time_s for pair, time_s in network.measure(pairs, size).round_trip_s.items()})
+
+    assert flooded(range(12), rates_of(network), SIZE, measure) == {}
+    assert flooded(range(12), rates_of(network), SIZE, lambda pairs, size: Outcome({})) == {}, "somebody was lost"

@@ -19,6 +19,7 @@ from pipefit.profile.assemble import RailNotes
 from pipefit.profile.classes import find_classes
 from pipefit.profile.completion import complete
 from pipefit.profile.estimate import Shape, Table, pair_times, tabulate
+from pipefit.profile.flood import flooded
 from pipefit.profile.links import Games, LinkSurvey, Outcome, survey
 from pipefit.profile.sharing import SLOWER, Crowd, Hub, crowd, hubs, ports, racks, sharing, uplinks
 from pipefit.profile.state import Session
@@ -201,6 +202,7 @@ class BetweenHosts:
             if a != b
         }
         classes = way.classes or (dict(zip(self.ranks, shape.classes, strict=True)) if shape and shape.classes else {})
+        classes = classes or flooded(self.ranks, rates, self.shared_bytes, self._unless_lost)
 
         def groups() -> list[Any]:
             made = hubs(self.ranks, rates, classes or None)

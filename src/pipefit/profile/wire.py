@@ -32,13 +32,16 @@ class Wire:
 
     def measure(self, pairs: Sequence[Pair], size: int) -> Outcome:
         """One round: this rank plays its own pairs, all at once, and all learn the results of all. See
-        `links.Measure`. A rank may send to several or receive from several, not both."""
+        `links.Measure`. Where some rank both sends and receives, messages follow each other without answers, and the
+        receivers' clocks count."""
         known = set(self.board.lost)
         mine = [pair for pair in pairs if self.board.rank in pair]
+        both = {source for source, _ in pairs} & {target for _, target in pairs}
         value: dict[str, Any] = {}
         if mine:
             try:
-                value = {"times": [[*pair, time_s] for pair, time_s in self._play(mine, size).items()]}
+                found_s = self._flood(mine, size) if both else self._play(mine, size)
+                value = {"times": [[*pair, time_s] for pair, time_s in found_s.items()]}
             except RuntimeError as error:
                 value = {"failed": str(error).splitlines()[0][:200]}
         found = self.board.gather(value)
@@ -56,12 +59,7 @@ class Wire:
         rank, group = self.board.rank, dist.group.WORLD
         sources = [source for source, target in mine if target == rank]
         targets = [target for source, target in mine if source == rank]
-        assert not (sources and targets), f"rank {rank} sends and receives in one round: {mine}"
-        while len(self._big) < max(1, len(sources)) or self._big[0].numel() < size:
-            length = max(size, self._big[0].numel() if self._big else 0)
-            self._big = [
-                torch.zeros(length, dtype=torch.uint8, device=self.device) for _ in range(max(1, len(sources)))
-            ]
+        self._buffers(size, len(sources))
         trips: dict[Pair, list[float]] = {(rank, target): [] for target in targets}
         for _ in range(repeats_of(size, self.most_bytes) + 1):
             start = time.perf_counter()
@@ -77,6 +75,35 @@ class Wire:
                 group.send([self._tiny], source, 0).wait()
             self._settle()
         return {pair: calm(times[1:]) for pair, times in trips.items()}
+
+    def _flood(self, mine: Sequence[Pair], size: int) -> dict[Pair, float]:
+        """Seconds a message, of those pairs in which this rank receives: all are on their way from the beginning."""
+        rank, group, count = self.board.rank, dist.group.WORLD, repeats_of(size, self.most_bytes)
+        sources = [source for source, target in mine if target == rank]
+        self._buffers(size, 1 + len(sources))
+        start = time.perf_counter()
+        coming = [
+            [group.recv([big[:size]], source, 0) for _ in range(count)]
+            for source, big in zip(sources, self._big[1:], strict=False)
+        ]
+        sent = [
+            group.send([self._big[0][:size]], target, 0) for _, target in mine if target != rank for _ in range(count)
+        ]
+        found = {}
+        for source, works in zip(sources, coming, strict=True):
+            for work in works:
+                work.wait()
+            self._settle()
+            found[source, rank] = (time.perf_counter() - start) / count
+        for work in sent:
+            work.wait()
+        return found
+
+    def _buffers(self, size: int, count: int) -> None:
+        """At least one, and `count`, of at least so many bytes."""
+        while len(self._big) < max(1, count) or self._big[0].numel() < size:
+            length = max(size, self._big[0].numel() if self._big else 0)
+            self._big = [torch.zeros(length, dtype=torch.uint8, device=self.device) for _ in range(max(1, count))]
 
     def _settle(self) -> None:
         if self.device.type == "cuda":
