@@ -55,7 +55,7 @@ TARGETS = {
 }  # fmt: skip
 """Least gain over the best baseline on all devices."""
 
-FEWER = {"half-2.5-32": TOKENS // 2}
+FEWER = {"half-2.5-16": TOKENS // 2, "half-2.5-32": TOKENS // 2}
 """Of the largest microbatch that is profiled, where devices are so slow that larger ones take minutes; beyond it curves
 are drawn out."""
 
