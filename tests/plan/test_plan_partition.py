@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.plan.cut import LayerRow, some_cut_fits
+from pipefit.plan.cut import some_cut_fits
+from pipefit.plan.cut_rows import LayerRow
 from pipefit.plan.partition import partition
 
 numbers = st.integers(0, 9)

@@ -33,13 +33,14 @@ def state_share(stage: StageWork) -> float:
     return max(shares) / sum(shares) if stage.split_state else 1.0
 
 
-def end_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
-    """Of every lane, on its fullest device. Devices that talk over `gloo` are processors."""
+def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Of every lane, on its fullest device, or on one that keeps these `shares` of the stages' optimizer state.
+    Devices that talk over `gloo` are processors."""
     width = GRADIENT_BYTES[work.precision]
     run, exchanged = ([0.0] * work.lanes for _ in range(2))
     for index, stage in enumerate(work.stages):
         shared = [tied.elements for tied in work.tied if index in tied.stages]
-        largest = _largest_bucket(stage, shared) * state_share(stage)
+        largest = _largest_bucket(stage, shared) * (state_share(stage) if shares is None else shares[index])
         run[stage.lane] = max(run[stage.lane], 8.0 * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]))
     for tied in work.tied:
         lanes = {work.stages[index].lane for index in tied.stages}

@@ -1,33 +1,39 @@
 """The cost table of a whole pipeline: what schedules are built from and the simulator runs on.
 
 The devices of a lane work in step, so a lane's times and bytes are those of its slowest and fullest device: the
-largest over its replicas and shard positions.
+largest over its replicas and shard positions. Where kinds of devices hold different amounts, the bytes of each kind
+stand beside them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.curves import stage_overhead_s
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
-from pipefit.cost.memory_end import reduce_copy_bytes, state_share
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
+from pipefit.cost.memory_end import end_bytes, reduce_copy_bytes, state_share
+from pipefit.cost.memory_lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
 from pipefit.cost.stage_memory import stage_memory
-from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
+from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost, KindMemory
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import AxisName, Group, split
 from pipefit.model.graph import Graph
 
 ACTION_OVERHEAD_S = 20e-6
 """Assumed: what the interpreter of the run needs per action beside the operators."""
+
+Messages = Sequence[tuple[int, int, float]]
+"""(source device, target device, bytes)."""
 
 NOTES = (
     "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
@@ -37,8 +43,7 @@ NOTES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StageCost:
+class StageCost(NamedTuple):
     """Of one stage, microbatch and slice: the worst over its devices."""
 
     forward_s: float
@@ -55,8 +60,8 @@ class StageCost:
 
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
     """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
-    costs = [
-        [stage_cost(stage, tokens, past, work, network, layers) for tokens, past in slice_places(stage.slices)]
+    by_kind = [
+        [_stage_costs(stage, tokens, past, work, network, layers) for tokens, past in slice_places(stage.slices)]
         for stage in work.stages
     ]
     statics = lane_parts(work)
@@ -65,8 +70,8 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         reduce_hidden_s(stage, once, work, network, layers)
         for stage, once in zip(work.stages, summed_s.tolist(), strict=True)
     ]
-    return CostTable(
-        actions=action_tables(costs),
+    costs = CostTable(
+        actions=action_tables([[_worst_stage(each.values()) for each in row] for row in by_kind]),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
         reduce_s=summed_s + _tied_s(work, network),
         reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
@@ -78,6 +83,10 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
         receives_ahead=network.over_gloo,
         notes=(*_provenance(network), *layers.notes, *NOTES),
     )
+    if not lanes_differ(work, network):
+        return costs
+    kinds = tuple(_kind_memory(name, costs, by_kind, work, network) for name in network.cluster.kinds)
+    return replace(costs, kinds=kinds)
 
 
 def slice_places(slices: Sequence[int]) -> list[tuple[int, int]]:
@@ -96,17 +105,19 @@ def stage_cost(
 ) -> StageCost:
     """Sums over the stage's layers, for the worst device of its group. `rings`: the shard groups whose collectives
     run at the same time; None: the stage's own."""
-    each = _costs_by_place(stage, tokens, past, work.precision, network, layers, rings)
-    worst = [_sum_layers(costs) for costs in each]
-    return StageCost(*(max(column) for column in zip(*worst, strict=True)))
+    return _worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings).values())
 
 
-def layer_costs(stage: StageWork, precision: Precision, network: Network, layers: LayerCosts) -> list[LayerCost]:
-    """Of every layer of a stage alone: a whole row of tokens, the worst over the devices of the group."""
-    by_place = list(_costs_by_place(stage, sum(stage.slices), 0, precision, network, layers))
-    if len(by_place) == 1:
-        return by_place[0]
-    return [_worst(each) for each in zip(*by_place, strict=True)]
+def layer_costs(
+    stage: StageWork, precision: Precision, network: Network, layers: LayerCosts
+) -> Mapping[str, list[LayerCost]]:
+    """Of every layer of a stage alone: a whole row of tokens, the worst over the devices of the group; by kind of
+    device, and as '' over all of them."""
+    by_kind: dict[str, list[list[LayerCost]]] = {}
+    for kind, costs in _costs_by_place(stage, sum(stage.slices), 0, precision, network, layers):
+        by_kind.setdefault(kind, []).append(costs)
+    worst = {kind: _worst_layers(each) for kind, each in by_kind.items()}
+    return {**worst, "": _worst_layers([*worst.values()])}
 
 
 def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
@@ -149,8 +160,8 @@ def beside_backward(
     share = min(network.kinds[device].overlap for device in stage.group.devices)
     if not share:
         return 0.0, {}
-    by_place = list(_costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers))
-    each = [_worst(costs) for costs in zip(*by_place, strict=True)] if len(by_place) > 1 else by_place[0]
+    by_place = [costs for _, costs in _costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers)]
+    each = _worst_layers(by_place)
     width = GRADIENT_BYTES[work.precision]
     sizes = [max(_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
     times = {"B": [cost.backward_s for cost in each], "W": [cost.weight_s for cost in each]}
@@ -162,47 +173,6 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     if not stage.split_state or stage.group.axis("replica").size == 1:
         return 0.0
     return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
-
-
-def lane_parts(work: PipelineWork) -> tuple[Mapping[str, float], ...]:
-    """Static bytes of every lane by part, on its fullest device."""
-    lanes = []
-    for lane in range(work.lanes):
-        stages = [stage for stage in work.stages if stage.lane == lane]
-        places = [
-            [static_parts(*_stored(stage, position), state_share(stage), work.precision) for stage in stages]
-            for position in range(max(len(stage.parameters.trainable) for stage in stages))
-        ]
-        sums = [{name: sum(parts[name] for parts in place) for name in place[0]} for place in places]
-        for total, place in zip(sums, places, strict=True):
-            total["workspace"] = place[0]["workspace"]
-            for name, size in tied_parts(work, lane).items():
-                total[name] += size
-        lanes.append(max(sums, key=lambda parts: sum(parts.values())))
-    return tuple(lanes)
-
-
-def tied_parts(work: PipelineWork, lane: int) -> Mapping[str, float]:
-    """Static bytes of a lane that shared parameters add: a buffer for the gradient of each other lane that uses them;
-    less what is stored once although several stages of the lane use it."""
-    changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
-    for tied in work.tied:
-        own = [work.stages[index] for index in tied.stages if work.stages[index].lane == lane]
-        if not own:
-            continue
-        others = len({work.stages[index].lane for index in tied.stages}) - 1
-        changes["gradients"] += others * tied.elements * GRADIENT_BYTES[work.precision]
-        for stage in own[1:]:
-            once = static_parts(tied.elements, 0, state_share(stage), work.precision)
-            for name in changes:
-                changes[name] -= once[name]
-    return changes
-
-
-def _stored(stage: StageWork, position: int) -> tuple[int, int]:
-    counts = stage.parameters
-    index = min(position, len(counts.trainable) - 1)
-    return counts.trainable[index], counts.frozen[index]
 
 
 def _rings(group: Group, name: AxisName) -> tuple[tuple[int, ...], ...]:
@@ -240,24 +210,77 @@ def _costs_by_place(
     network: Network,
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
-) -> Iterator[list[LayerCost]]:
-    """The cost of every layer, for each distinct device of the group."""
+) -> Iterator[tuple[str, list[LayerCost]]]:
+    """(kind, the cost of every layer), for each distinct device of the group."""
     rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
     collective = _shard_collective(network, rings) if rings else None
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
         start, stop = split(tokens, stage.group.axis("shard").shares)[position]
         place = Place(stage.rows[replica], tokens, past, stop - start)
-        yield [
+        costs = [
             layers.layer(
                 graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings
             )
             for graphs in stage.layers
         ]
+        yield kind.name, costs
+
+
+def _stage_costs(
+    stage: StageWork,
+    tokens: int,
+    past: int,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> Mapping[str, StageCost]:
+    """The worst of the stage's devices, by kind."""
+    by_kind: dict[str, list[StageCost]] = {}
+    for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings):
+        by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
+    return {kind: _worst_stage(each) for kind, each in by_kind.items()}
+
+
+def _worst_stage(each: Iterable[StageCost]) -> StageCost:
+    return StageCost(*(max(column) for column in zip(*each, strict=True)))
+
+
+def _kind_memory(
+    name: str,
+    costs: CostTable,
+    by_kind: Sequence[Sequence[Mapping[str, StageCost]]],
+    work: PipelineWork,
+    network: Network,
+) -> KindMemory:
+    """What the devices of one kind hold; on lanes without them the same as all."""
+    own = [[each.get(name) or _worst_stage(each.values()) for each in row] for row in by_kind]
+    members = frozenset(device for device, kind in enumerate(network.kinds) if kind.name == name)
+    parts = lane_parts(work, network, name)
+    table = replace(
+        costs,
+        actions=action_tables(own),
+        edges=tuple(_with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
+        static_bytes=np.array([sum(each.values()) for each in parts]),
+    )
+    return KindMemory(
+        name=name,
+        devices=members,
+        limit_bytes=np.array(lane_limits(work, network, name)),
+        table=table,
+        parts=parts,
+        end_bytes=np.array(end_bytes(work, network.over_gloo, state_shares(work, network, name))),
+    )
 
 
 def _trainable(graph: Graph) -> int:
     return sum(prod(map(int, one.shape)) for one in graph.parameters if one.trainable)
+
+
+def _worst_layers(by_place: Sequence[list[LayerCost]]) -> list[LayerCost]:
+    """Of every layer, over places."""
+    return by_place[0] if len(by_place) == 1 else [_worst(each) for each in zip(*by_place, strict=True)]
 
 
 def _worst(each: Sequence[LayerCost]) -> LayerCost:
@@ -321,7 +344,7 @@ def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTa
 def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
     ahead = [network.transfer(messages) for messages in edge.forward]
     back = [network.transfer(messages) for messages in edge.backward]
-    return EdgeCost(
+    times = EdgeCost(
         source=edge.source,
         target=edge.target,
         tensor=edge.tensor,
@@ -329,24 +352,39 @@ def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
         backward_s=np.array([[time.whole_s for time in back]]),
         forward_port_s=np.array([[time.port_s for time in ahead]]),
         backward_port_s=np.array([[time.port_s for time in back]]),
-        forward_bytes=np.array([[_received(messages) for messages in edge.forward]]),
-        backward_bytes=np.array([[_received(messages) for messages in edge.backward]]),
-        forward_sent_bytes=np.array([[_sent(messages) for messages in edge.forward]]),
-        backward_sent_bytes=np.array([[_sent(messages) for messages in edge.backward]]),
+        forward_bytes=_NONE,
+        backward_bytes=_NONE,
+    )
+    return _with_buffers(times, edge)
+
+
+_NONE = np.zeros((1, 1))
+
+
+def _with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
+    """With the bytes of the devices that receive and send most: of all of them, or of `members` alone."""
+
+    def most(each: Sequence[Messages], sending: bool) -> Array:
+        return np.array([[_most_bytes(messages, sending, members) for messages in each]])
+
+    return replace(
+        cost,
+        forward_bytes=most(edge.forward, False),
+        backward_bytes=most(edge.backward, False),
+        forward_sent_bytes=most(edge.forward, True),
+        backward_sent_bytes=most(edge.backward, True),
     )
 
 
-def _received(messages: Sequence[tuple[int, int, float]]) -> float:
-    """Bytes of the receive buffer on the device that receives most."""
+def _most_bytes(messages: Messages, sending: bool, members: Container[int] | None) -> float:
+    """Bytes that the device which receives most has room for, or which the one that sends most keeps until they have
+    left."""
     totals: dict[int, float] = {}
-    for _, target, size in messages:
-        totals[target] = totals.get(target, 0.0) + size
+    for source, target, size in messages:
+        end = source if sending else target
+        if members is None or end in members:
+            totals[end] = totals.get(end, 0.0) + size
     return max(totals.values(), default=0.0)
-
-
-def _sent(messages: Sequence[tuple[int, int, float]]) -> float:
-    """Bytes of what the device that sends most keeps until it has left."""
-    return _received([(target, source, size) for source, target, size in messages])
 
 
 def _tied_s(work: PipelineWork, network: Network) -> Array:

@@ -89,11 +89,30 @@ class CostTable:
     "Added to every compute action: what the interpreter needs per action."
     receives_ahead: bool = False
     "Whether a receive is posted before the message ahead of it is used (gloo: the sender then writes at once)."
+    kinds: tuple[KindMemory, ...] = ()
+    "What each kind of device holds, where that is less than the rest of the table says; empty: all hold the same."
     contention: Contention | None = None
     "What transfers at the same time do to each other; None: every lane has a port of its own, and all replicas go in"
     " step."
     notes: tuple[str, ...] = field(default=())
     "Which measurements or assumptions the numbers came from."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindMemory:
+    """What the devices of one kind hold: of every lane the fullest one of that kind."""
+
+    name: str
+    devices: frozenset[int]
+    "All of the kind, by their numbers in the cluster."
+    limit_bytes: Array
+    "Per lane: what a process may use there; infinite where no such device is."
+    table: CostTable
+    "Its bytes; nothing else of it is read."
+    parts: tuple[Mapping[str, float], ...]
+    "Per lane: its static bytes by part."
+    end_bytes: Array
+    "Per lane: what the end of an iteration needs beside what always stays (`cost/memory_end.py`)."
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.codec import digest
 from pipefit.cost.curves import best_costs
+from pipefit.cost.memory_kinds import order_limits
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model, Module
+from pipefit.plan.check_slices import check_sliceable
 from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.length import check_length
@@ -123,7 +125,9 @@ class Workbench:
         """The order of the decided family for these parts, its transfers put in by the times of `costs`. A family that
         fits to memory gets that of the devices."""
         devices = self.network.kinds
-        limits = [min(float(devices[d].memory_bytes) for d in group.devices) for group in parts.groups]
+        limits = tuple(min(float(devices[d].memory_bytes) for d in group.devices) for group in parts.groups)
+        if costs is not None:
+            limits = order_limits(costs, parts.placement, limits)
         return self.lowered(parts, decisions, computed_schedule(decisions.schedule, parts, costs, limits), costs)
 
     def lowered(self, parts: Parts, decisions: Decisions, computed: Schedule, costs: CostTable | None) -> Schedule:
@@ -164,5 +168,7 @@ def build_plan(
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     check_length(bench.module, model, job.sequence, "job.sequence")
+    if len(decisions.slices) > 1:
+        check_sliceable(model, "slices")
     parts = bench.refined(job, decisions, bench.parts(job, decisions))
     return bench.plan(parts, decisions, bench.schedule(parts, decisions, bench.costs(parts)))

@@ -10,15 +10,26 @@ from itertools import pairwise
 import numpy as np
 
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
+from pipefit.cost.memory_lanes import holdings
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCost, LayerCosts
-from pipefit.cost.stage_memory import stage_memory
+from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import layer_costs
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
 from pipefit.layout import Group, split
 from pipefit.plan.balance import balanced, lane_times
 from pipefit.plan.bounds import flights
+from pipefit.plan.cut_rows import (
+    LayerRow,
+    Need,
+    kind_rows,
+    lane_need,
+    limits_of,
+    memory_of,
+    most_bytes,
+    passing_bytes,
+    stacked,
+)
 from pipefit.plan.decisions import Decisions, Sharding
 from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.mixed import Kinds
@@ -26,30 +37,6 @@ from pipefit.plan.partition import partition
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_groups
 from pipefit.plan.types import Job
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRow:
-    """Every layer of a module on the devices of one stage: arrays over layers, of one microbatch."""
-
-    forward_s: Array
-    backward_s: Array
-    input_s: Array
-    "The part of `backward_s` that I does."
-    saved_bytes: Array
-    static_bytes: Array
-    "Parameters, gradients and optimizer state; what an earlier layer shares counts there."
-    passing_bytes: float
-    "The largest passing memory of a layer."
-    limit_bytes: float
-    "Memory of the smallest device, without the workspace."
-    layers: tuple[LayerCost, ...]
-    "What the arrays are made of, and the passing memory of every layer."
-
-    def filled(self, flight: int) -> Array:
-        """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
-        sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
-        return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +50,9 @@ class Cut:
     floor_bytes: tuple[float, ...]
     "Least memory of each lane, workspace included."
     limit_bytes: tuple[float, ...]
-    "Of each lane."
+    "Of each lane: its smallest device's; where kinds hold different amounts, what the fullest device may hold."
+    needs: tuple[Need, ...]
+    "Of each lane, on the device that is fullest for its own memory: what it needs at least, and its memory."
     static_bytes: tuple[float, ...]
     "What stays on each lane, workspace included."
     saved_bytes: tuple[float, ...]
@@ -110,9 +99,7 @@ class Cutter:
             lean = rows
             if spare_bytes:
                 each = [spare_bytes[lane] for lane in placement]
-                lean = [
-                    replace(row, limit_bytes=row.limit_bytes - spare) for row, spare in zip(rows, each, strict=True)
-                ]
+                lean = [row.spared(spare) for row, spare in zip(rows, each, strict=True)]
             cut = _best_cut(lean, held, placement, decisions.cuts)
             if cut is not None and spare_bytes:
                 cut = _cut_at((0, *cut.cuts, len(rows[0].forward_s)), rows, held, placement)
@@ -161,8 +148,8 @@ class Cutter:
         if key not in self._rows:
             if plain not in self._plain:
                 group, rows = self.fleet.sample(pairs)
-                self._plain[plain] = self._make_row(self._probe(job, group, rows, recompute), job, share)
-            self._rows[key] = replace(self._plain[plain], static_bytes=self._statics(job, share))
+                self._plain[plain] = self._make_row(self._probe(job, group, rows, recompute), job)
+            self._rows[key] = self._with_statics(self._plain[plain], job, share)
         return self._rows[key]
 
     def floor_bytes(self, job: Job, decisions: Decisions) -> tuple[float, float, float]:
@@ -221,12 +208,13 @@ class Cutter:
             each.append(lower)
         if len(each) == 1:
             return each[0]
+        saved = np.maximum.reduce([row.saved_bytes for row in each])
         return replace(
             each[0],
             forward_s=np.maximum.reduce([row.forward_s for row in each]),
             backward_s=np.maximum.reduce([row.backward_s for row in each]),
-            saved_bytes=np.maximum.reduce([row.saved_bytes for row in each]),
-            limit_bytes=min(row.limit_bytes for row in each),
+            saved_bytes=saved,
+            limit_bytes=min(row.limit_bytes * saved.sum() / max(row.saved_bytes.sum(), 1.0) for row in each),
         )
 
     def kinds(self, job: Job, shards: int) -> Kinds:
@@ -247,7 +235,7 @@ class Cutter:
         key = (job.precision, job.sequence, rows, decisions.replicas, share, program, recompute, group.devices)
         if key not in self._rows:
             probe = self._probe(job, group, rows, recompute, *program)
-            self._rows[key] = self._make_row(probe, job, share, *program)
+            self._rows[key] = self._with_statics(self._make_row(probe, job), job, share, *program)
         return self._rows[key]
 
     def _probe(
@@ -272,26 +260,39 @@ class Cutter:
             split_state=False,
         )
 
-    def _make_row(
-        self,
-        probe: StageWork,
-        job: Job,
-        share: float,
-        sharding: Sharding = "none",
-        shards: tuple[int, ...] = (1,),
-    ) -> LayerRow:
-        costs = layer_costs(probe, job.precision, self.network, self.layers)
-        smallest = min(self.network.kinds[device].memory_bytes for device in probe.group.devices)
+    def _make_row(self, probe: StageWork, job: Job) -> LayerRow:
+        """Without static bytes."""
+        by_kind = layer_costs(probe, job.precision, self.network, self.layers)
+        costs = by_kind[""]
+        kinds = {kind.name: kind for kind in (self.network.kinds[device] for device in probe.group.devices)}
+        limits = {name: float(kind.memory_bytes - WORKSPACE_BYTES) for name, kind in kinds.items()}
+        rows = {name: held.rows for name, held in holdings(probe, self.network).items()}
         return LayerRow(
             forward_s=np.array([cost.forward_s for cost in costs]),
             backward_s=np.array([cost.least_backward_s for cost in costs]),
             input_s=np.array([cost.input_s for cost in costs]),
             saved_bytes=np.array([cost.saved_bytes for cost in costs]),
-            static_bytes=self._statics(job, share, sharding, shards),
-            passing_bytes=max(max(stage_memory([cost]).passing.values()) for cost in costs),
-            limit_bytes=float(smallest - WORKSPACE_BYTES),
+            static_bytes=np.zeros(len(costs)),
+            passing_bytes=passing_bytes(costs),
+            limit_bytes=min(limits.values()),
             layers=tuple(costs),
+            kinds=kind_rows(by_kind, limits, rows),
         )
+
+    def _with_statics(
+        self, row: LayerRow, job: Job, share: float, sharding: Sharding = "none", shards: tuple[int, ...] = (1,)
+    ) -> LayerRow:
+        """The row with what stays. Replicas keep parts of a split state as they have rows: exact where rows are
+        divided as the shares say."""
+        static = self._statics(job, share, sharding, shards)
+        if not row.kinds:
+            return replace(row, static_bytes=static)
+        split_ = share < 1
+        kinds = tuple(
+            replace(kind, static_bytes=self._statics(job, share * kind.part if split_ else share, sharding, shards))
+            for kind in row.kinds
+        )
+        return replace(row, static_bytes=static, kinds=kinds, limit_bytes=most_bytes(kinds, static, row.saved_bytes))
 
     def _statics(self, job: Job, share: float, sharding: Sharding = "none", shards: tuple[int, ...] = (1,)) -> Array:
         """Bytes that stay of each layer, on the shard position that stores most of it."""
@@ -343,8 +344,10 @@ def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
     layers = len(rows[0].forward_s)
     starts = np.zeros(1, dtype=np.int64)
     for row, flight in zip(rows, flights, strict=True):
-        filled = row.filled(flight)
-        farthest = np.searchsorted(filled, filled[starts] + row.limit_bytes, side="right")
+        farthest = np.full(len(starts), layers + 1)
+        for one in row.judged:
+            filled = one.filled(flight)
+            farthest = np.minimum(farthest, np.searchsorted(filled, filled[starts] + one.limit_bytes, side="right"))
         opened = np.bincount(starts + 1, minlength=layers + 2)[: layers + 2]
         closed = np.bincount(np.maximum(farthest, starts + 1), minlength=layers + 2)[: layers + 2]
         reached = np.flatnonzero(np.cumsum(opened - closed)[: layers + 1] > 0)
@@ -365,14 +368,13 @@ def _best_cut(
     certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
     if not some_cut_fits(rows, certain):
         return None
-    times = _stacked(rows, lambda row: row.forward_s + row.backward_s)
-    limits = np.array([row.limit_bytes for row in rows])
-    tight = (limits - np.array([row.passing_bytes for row in rows])) / np.array(turns)
-    likely = _memory(rows, _stage_flights(held, placement))
+    times = stacked(rows, lambda row: row.forward_s + row.backward_s)
+    likely = memory_of(rows, _stage_flights(held, placement))
+    tight = limits_of(rows, turns, passing=True)
     found = partition(times, likely, tight)
     if found is None and max(turns) > 1:
-        found = partition(times, likely, limits / np.array(turns))
-    found = found or partition(times, _memory(rows, certain), limits)
+        found = partition(times, likely, limits_of(rows, turns))
+    found = found or partition(times, memory_of(rows, certain), limits_of(rows, [1] * stages))
     assert found is not None, "the memory test found a cut that fits"
     cut = _cut_at(found, rows, held, placement)
     if max(turns) == 1:
@@ -382,20 +384,6 @@ def _best_cut(
         return cut
     other = _cut_at(even, rows, held, placement)
     return other if other.fits else cut
-
-
-def _stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
-    """[stage][layer]; one row for all stages where theirs is one."""
-    if all(row is rows[0] for row in rows):
-        return np.broadcast_to(value(rows[0]), (len(rows), len(rows[0].forward_s)))
-    return np.stack([value(row) for row in rows])
-
-
-def _memory(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:
-    """[stage][layer]: bytes with what is in flight."""
-    if len({*flights}) == 1:
-        return _stacked(rows, lambda row: row.static_bytes + flights[0] * row.saved_bytes)
-    return np.stack([np.diff(row.filled(flight)) for row, flight in zip(rows, flights, strict=True)])
 
 
 def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[int], placement: Sequence[int]) -> Cut:
@@ -408,12 +396,23 @@ def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[int]
         static[lane] += float(row.static_bytes[start:stop].sum())
         least[lane] = min(least[lane], kept)
         limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
+    floors = [stays + count * kept for stays, count, kept in zip(static, held, least, strict=True)]
+    needs = [*zip(floors, limits, strict=True)]
+    for lane in {lane for lane, row in zip(placement, rows, strict=True) if row.kinds}:
+        own = [stage for stage, other in enumerate(placement) if other == lane]
+        limit, (need, has) = lane_need(
+            [(rows[stage].kinds, *runs[stage]) for stage in own],
+            held[lane],
+            (static[lane] - WORKSPACE_BYTES, [saved[stage] for stage in own]),
+        )
+        limits[lane], needs[lane] = limit + WORKSPACE_BYTES, (need + WORKSPACE_BYTES, has + WORKSPACE_BYTES)
     return Cut(
         cuts=tuple(bounds[1:-1]),
         forward_s=tuple(float(row.forward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
         backward_s=tuple(float(row.backward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
-        floor_bytes=tuple(stays + count * kept for stays, count, kept in zip(static, held, least, strict=True)),
+        floor_bytes=tuple(floors),
         limit_bytes=tuple(limits),
+        needs=tuple(needs),
         static_bytes=tuple(static),
         saved_bytes=tuple(saved),
     )

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from pipefit.cost.memory_kinds import order_limits
+from pipefit.cost.memory_lanes import lane_limits
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
@@ -22,7 +24,6 @@ from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import order_problem
 from pipefit.plan.outcome import Evaluated, Found
-from pipefit.plan.predict import lane_limits
 from pipefit.plan.search import TIE, Progress, evaluate, search, simulated
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute
@@ -182,7 +183,9 @@ def fit_layout(
 ) -> Evaluated | None:
     """The best order found for a layout, every stage recomputing by one of the choices, or where that finds none all by
     the same; lowered and simulated. None where no order fits. `limits` of every lane, default those of its devices."""
-    limits = lane_limits(tables[0].work, bench.network) if limits is None else limits
+    if limits is None:
+        least = lane_limits(tables[0].work, bench.network)
+        limits = order_limits(tables[0].costs, tables[0].parts.placement, least)
     count = moves_for(_actions(tables[0].parts)) if moves is None else moves
     one = _fitted(bench, tables, limits, count)
     if one is None and len(tables) > 1:

@@ -17,7 +17,8 @@ import numpy as np
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
 from pipefit.plan.bounds import facts_of
-from pipefit.plan.cut import Cutter, LayerRow
+from pipefit.plan.cut import Cutter
+from pipefit.plan.cut_rows import LayerRow
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.estimate import OVER, WEIGHT_SHARE, idle_s, most_held
 from pipefit.plan.fleet import Pair, Runs, pairs_of

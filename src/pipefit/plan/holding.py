@@ -1,5 +1,5 @@
-"""How many stage-microbatches the lanes of a schedule hold at once, read off its own order: exact where the closed
-forms of `plan/bounds.py` count a lane's stages alike.
+"""What the lanes of a schedule hold at once, read off its own order: exact where the closed forms of `plan/bounds.py`
+count a lane's stages alike.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds import Ints
+from pipefit.plan.bounds import Ints, order_floor_bytes
+from pipefit.schedule.actions import Schedule
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import Problem
 
@@ -29,6 +31,17 @@ def held_bytes(schedule: str, placement: Sequence[int], microbatches: int, saved
         return [0.0] * lanes
     saved = np.asarray(saved_bytes)
     return [float((counts @ saved[np.asarray(placement) == lane]).max()) for lane, counts in enumerate(found)]
+
+
+def order_needs(schedule: Schedule, costs: CostTable, least_bytes: Sequence[float]) -> list[tuple[float, float]]:
+    """Of every lane the least memory under this order, and what there is of it: of its smallest device (`least_bytes`),
+    or where kinds of devices hold different amounts, of the kind that is fullest for its own memory."""
+    if not costs.kinds:
+        return [*zip(order_floor_bytes(schedule, costs), least_bytes, strict=True)]
+    kinds = [
+        [*zip(order_floor_bytes(schedule, kind.table), kind.limit_bytes.tolist(), strict=True)] for kind in costs.kinds
+    ]
+    return [max(lane, key=lambda need: need[0] / need[1]) for lane in zip(*kinds, strict=True)]
 
 
 @lru_cache(maxsize=4096)

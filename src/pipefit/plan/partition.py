@@ -23,8 +23,9 @@ def partition(
     """The boundaries (0, cut, ..., layers) of the best stages, or None if no cut fits the limits.
 
     `times_s[s][l]` is the time of layer l on the devices of stage s, `memory_bytes[s][l]` what it needs there (in
-    flight count included), `limit_bytes[s]` what the stage may use. Every stage gets at least one layer. Exact:
-    O(stages x layers^2). Raises ValueError if there are more stages than layers.
+    flight count included), `limit_bytes[s]` what the stage may use; or `[s][k][l]` and `[s][k]` where several kinds
+    of devices k all have to fit (equally good cuts are then told apart by the first). Every stage gets at least one
+    layer. Exact: O(stages x layers^2). Raises ValueError if there are more stages than layers.
     """
     times = np.asarray(times_s, dtype=np.float64)
     stages, layers = times.shape
@@ -32,18 +33,25 @@ def partition(
         raise ValueError(f"{stages} stages need at least {stages} layers; there are {layers}")
     memory = np.zeros_like(times) if memory_bytes is None else np.asarray(memory_bytes, dtype=np.float64)
     limits = np.full(stages, np.inf) if limit_bytes is None else np.asarray(limit_bytes, dtype=np.float64)
+    memory, limits = memory.reshape(stages, -1, layers), limits.reshape(stages, -1)
     ordered = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
     sums = _Sums()
-    kinds: dict[tuple[int, int, float], int] = {}
+    kinds: dict[tuple[int, tuple[int, ...], tuple[float, ...]], int] = {}
     which = [
-        kinds.setdefault((sums.of(time), sums.of(need), float(limit)), len(kinds))
+        kinds.setdefault((sums.of(time), tuple(map(sums.of, need)), tuple(limit.tolist())), len(kinds))
         for time, need, limit in zip(times, memory, limits, strict=True)
     ]
-    time = [np.where(ordered & (sums[m] <= limit), sums[t], np.inf) for t, m, limit in kinds]
+    time = []
+    for own, needs, each in kinds:
+        fits = np.all([sums[need] <= limit for need, limit in zip(needs, each, strict=True)], axis=0)
+        time.append(np.where(ordered & fits, sums[own], np.inf))
     slowest = _minimax(time, which)[-1][layers]
     if not np.isfinite(slowest):
         return None
-    need = [np.where(own <= slowest * (1 + 1e-12), sums[m], np.inf) for own, (_, m, _) in zip(time, kinds, strict=True)]
+    need = [
+        np.where(own <= slowest * (1 + 1e-12), sums[needs[0]], np.inf)
+        for own, (_, needs, _) in zip(time, kinds, strict=True)
+    ]
     return _trace(_minimax(need, which), need, which)
 
 

@@ -5,49 +5,96 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
 
 from pipefit.cluster.types import Cluster
 from pipefit.cost.contention import with_contention
 from pipefit.cost.curves import best_costs
 from pipefit.cost.memory_end import end_bytes
+from pipefit.cost.memory_lanes import lane_limits, lane_parts
 from pipefit.cost.network import Network
 from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import cost_table, lane_parts
+from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.model.graph import Model
 from pipefit.model.ops import graph_flops
 from pipefit.plan.sharded import Programs
-from pipefit.plan.types import LanePrediction, Plan, Prediction
+from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction
 from pipefit.plan.work import parts_of, pipeline_work
 from pipefit.simulate import Timeline, simulate
+from pipefit.simulate.memory import MemoryCurve
 from pipefit.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """What the devices of one kind need on one lane: the fullest of them."""
+
+    kind: str
+    "Its name; '' for all devices of the lane, where they hold the same."
+    limit_bytes: float
+    "Of the smallest of these devices."
+    peak_bytes: float
+    "The most of its timeline, or of the end of the iteration."
+    static: Mapping[str, float]
+    "What always stays, by part."
+    curve: MemoryCurve
+
+    @property
+    def static_bytes(self) -> float:
+        return float(sum(self.static.values()))
+
+
+@dataclass(frozen=True)
 class Simulation:
     """A plan's timeline with what it was computed from."""
 
     timeline: Timeline
     costs: CostTable
     work: PipelineWork
-    limits_bytes: tuple[float, ...]
+    least_bytes: tuple[float, ...]
     "Per lane: the memory of its smallest device."
+
+    @cached_property
+    def devices(self) -> tuple[tuple[DevicePeak, ...], ...]:
+        """Per lane: what its devices need, the kind that is fullest for its limit first; one entry where all hold the
+        same."""
+        if not self.costs.kinds:
+            ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
+            all_ = zip(self.least_bytes, lane_parts(self.work), self.timeline.memory, ends, strict=True)
+            return tuple((_device_peak("", *one),) for one in all_)
+        lanes: list[list[DevicePeak]] = [[] for _ in self.least_bytes]
+        for kind in self.costs.kinds:
+            curves = self.timeline.memory_under(kind.table)
+            own = zip(kind.limit_bytes.tolist(), kind.parts, curves, kind.end_bytes.tolist(), strict=True)
+            for lane, one in enumerate(own):
+                if isfinite(one[0]):
+                    lanes[lane].append(_device_peak(kind.name, *one))
+        return tuple(tuple(sorted(lane, key=lambda one: -one.peak_bytes / one.limit_bytes)) for lane in lanes)
 
     @property
     def peaks_bytes(self) -> tuple[float, ...]:
-        """Per lane: the most of its timeline, or of the end of the iteration."""
-        ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
-        stays = self.costs.static_bytes
-        return tuple(
-            max(float(peak), float(static) + end)
-            for peak, static, end in zip(self.timeline.peak_bytes, stays, ends, strict=True)
-        )
+        """Per lane: of the device that is fullest for its limit."""
+        return tuple(lane[0].peak_bytes for lane in self.devices)
+
+    @property
+    def limits_bytes(self) -> tuple[float, ...]:
+        """Per lane: of the device that is fullest for its limit."""
+        return tuple(lane[0].limit_bytes for lane in self.devices)
 
     @property
     def fits(self) -> bool:
-        return all(peak <= limit for peak, limit in zip(self.peaks_bytes, self.limits_bytes, strict=True))
+        return all(one.peak_bytes <= one.limit_bytes for lane in self.devices for one in lane)
+
+
+def _device_peak(
+    kind: str, limit_bytes: float, static: Mapping[str, float], curve: MemoryCurve, end_bytes: float
+) -> DevicePeak:
+    peak_bytes = max(float(curve.peak_bytes), float(sum(static.values())) + end_bytes)
+    return DevicePeak(kind, limit_bytes, peak_bytes, static, curve)
 
 
 def simulate_plan(
@@ -72,33 +119,12 @@ def simulate_plan(
     return Simulation(timeline, costs, work, lane_limits(work, network))
 
 
-def lane_limits(work: PipelineWork, network: Network) -> tuple[float, ...]:
-    """Bytes that a process may use on every lane: of its smallest device."""
-    limits = [float("inf")] * work.lanes
-    for stage in work.stages:
-        smallest = min(network.kinds[device].memory_bytes for device in stage.group.devices)
-        limits[stage.lane] = min(limits[stage.lane], float(smallest))
-    return tuple(limits)
-
-
 def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: float = 0.0) -> Plan:
     """The plan with its prediction filled in."""
     timeline = simulation.timeline
     step_s = timeline.makespan_s
-    peaks_bytes = simulation.peaks_bytes
     lanes = tuple(
-        LanePrediction(
-            peak_bytes=peaks_bytes[lane],
-            limit_bytes=simulation.limits_bytes[lane],
-            static_bytes=float(simulation.costs.static_bytes[lane]),
-            busy_s=float(timeline.busy_s[lane]),
-            idle_s=float(timeline.idle_s[lane]),
-            parts={
-                **{name: float(value) for name, value in parts.items()},  # an int would reload as another hash
-                "activations": peaks_bytes[lane] - float(simulation.costs.static_bytes[lane]),
-            },
-        )
-        for lane, parts in enumerate(lane_parts(simulation.work))
+        lane_prediction(plan, simulation, lane, devices[0]) for lane, devices in enumerate(simulation.devices)
     )
     prediction = Prediction(
         step_s=step_s,
@@ -111,6 +137,33 @@ def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: flo
         assumptions=simulation.costs.notes,
     )
     return replace(plan, prediction=prediction)
+
+
+def lane_prediction(plan: Plan, simulation: Simulation, lane: int, device: DevicePeak) -> LanePrediction:
+    """What is said of a lane: of one of its kinds of devices, the others beside it where they hold other amounts."""
+    members = {one.name: one.devices for one in simulation.costs.kinds}
+    others = [one for one in simulation.devices[lane] if one.kind != device.kind]
+    return LanePrediction(
+        peak_bytes=device.peak_bytes,
+        limit_bytes=device.limit_bytes,
+        static_bytes=device.static_bytes,
+        busy_s=float(simulation.timeline.busy_s[lane]),
+        idle_s=float(simulation.timeline.idle_s[lane]),
+        parts={
+            **{name: float(value) for name, value in device.static.items()},  # an int would reload as another hash
+            "activations": device.peak_bytes - device.static_bytes,
+        },
+        kind=device.kind,
+        others=tuple(
+            KindPrediction(
+                kind=one.kind,
+                devices=tuple(each for each in plan.lane_group(lane).devices if each in members[one.kind]),
+                peak_bytes=one.peak_bytes,
+                limit_bytes=one.limit_bytes,
+            )
+            for one in others
+        ),
+    )
 
 
 def step_flops(plan: Plan, model: Model) -> float:

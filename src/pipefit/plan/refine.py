@@ -18,8 +18,9 @@ from pipefit.cost.types import Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
 from pipefit.plan.balance import balanced
 from pipefit.plan.bounds import FACTS
-from pipefit.plan.cut import Cutter, LayerRow, cut_at
+from pipefit.plan.cut import Cutter, cut_at
 from pipefit.plan.cut_memory import CutMemory
+from pipefit.plan.cut_rows import LayerRow
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import computed_schedule, edge_keys
 from pipefit.plan.types import Job

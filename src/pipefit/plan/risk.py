@@ -8,22 +8,21 @@ mix of parts, the limit of that kind of device that this plan could keep with it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipefit.cluster.types import Cluster
 from pipefit.codec import digest
 from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.memory_correction import PARTS, MemoryCorrection, MemoryEstimate
+from pipefit.cost.memory_correction import PARTS, MemoryCorrection
 from pipefit.cost.memory_file import MemoryFacts
 from pipefit.cost.network import Network
-from pipefit.cost.table import lane_parts
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import Simulation, simulate_plan
-from pipefit.plan.types import Job, LanePrediction, MemoryRisk, Plan
+from pipefit.plan.predict import DevicePeak, Simulation, lane_prediction, simulate_plan
+from pipefit.plan.types import Job, MemoryRisk, Plan
 from pipefit.units import format_bytes
 
 RISK = 0.05
@@ -112,52 +111,65 @@ def reach_bytes(correction: MemoryCorrection, limit_bytes: float, risk: float) -
     return WORKSPACE_BYTES + (limit_bytes / (1.0 + correction.quantile(risk)) - constant) / least
 
 
-def peak_parts(simulation: Simulation) -> tuple[Parts, ...]:
-    """Of every lane, what its analytic peak is made of: by the names of `memory_correction.PARTS`. What the end of an
-    iteration needs counts as messages."""
-    result = []
-    statics, peaks = lane_parts(simulation.work), simulation.peaks_bytes
-    for static, curve, peak in zip(statics, simulation.timeline.memory, peaks, strict=True):
-        end = {"messages": peak - sum(static.values())} if peak > curve.peak_bytes else curve.parts_bytes
-        result.append({name: float({**static, **end}.get(name, 0.0)) for name in PARTS})
-    return tuple(result)
+def peak_parts(simulation: Simulation, kind: str = "") -> tuple[Parts, ...]:
+    """Of every lane, what the analytic peak of its device of this kind is made of (where it has none, or all hold the
+    same: of the device that is fullest for its limit)."""
+    return tuple(
+        parts_of(next((one for one in lane if kind and one.kind == kind), lane[0])) for lane in simulation.devices
+    )
+
+
+def parts_of(device: DevicePeak) -> Parts:
+    """What an analytic peak is made of, by the names of `memory_correction.PARTS`. What the end of an iteration needs
+    counts as messages."""
+    ends = device.peak_bytes > device.curve.peak_bytes
+    moving = {"messages": device.peak_bytes - device.static_bytes} if ends else device.curve.parts_bytes
+    return {name: float({**device.static, **moving}.get(name, 0.0)) for name in PARTS}
 
 
 def with_risk(plan: Plan, model: Model, cluster: Cluster, facts: MemoryFacts) -> Plan:
-    """The plan, its prediction with the probability that each lane, and that some lane, does not fit. On devices whose
-    kind has no correction a lane fits if the analytic peak does, as without corrections."""
+    """The plan, its prediction with the probability that each lane, and that some lane, does not fit; what it says of a
+    lane is of the kind of device that is likeliest to overflow. On devices whose kind has no correction a lane fits if
+    the analytic peak does, as without corrections."""
     assert plan.prediction is not None
     corrections = corrections_for(cluster, facts)
-    network, parts = Network(cluster), peak_parts(simulate_plan(plan, model, cluster))
-    lanes = []
-    for index, lane in enumerate(plan.prediction.lanes):
+    network, simulation = Network(cluster), simulate_plan(plan, model, cluster)
+    lanes, risks = [], []
+    for index, devices in enumerate(simulation.devices):
         kinds = {network.kinds[device].name for device in plan.lane_group(index).devices}
-        lanes.append(replace(lane, memory=_lane_risk(lane, parts[index], kinds, cluster, corrections)))
-    risks = [lane.memory.risk if lane.memory else float(lane.peak_bytes > lane.limit_bytes) for lane in lanes]
+        judged = _judged(devices, kinds, cluster, corrections)
+        worst, memory = max(judged, key=lambda one: (_risk(*one), one[1] is not None))
+        lanes.append(replace(lane_prediction(plan, simulation, index, worst), memory=memory))
+        risks.append(_risk(worst, memory))
     whole = 1.0 - math.prod(1.0 - risk for risk in risks)
     notes = (*plan.prediction.assumptions, *(_note(one) for one in corrections.values()))
     prediction = replace(plan.prediction, lanes=tuple(lanes), risk=max(whole, *risks, 0.0), assumptions=notes)
     return replace(plan, prediction=prediction)
 
 
-def _lane_risk(
-    lane: LanePrediction, parts: Parts, kinds: set[str], cluster: Cluster, corrections: Mapping[str, MemoryCorrection]
-) -> MemoryRisk | None:
-    found: list[tuple[float, MemoryEstimate]] = []
-    unknown = 0.0
-    for kind in sorted(kinds):
-        limit = float(cluster.kinds[kind].memory_bytes)
-        if kind in corrections:
-            estimate = corrections[kind].estimate(parts)
-            found.append((estimate.risk(limit), estimate))
-        elif lane.peak_bytes > limit:
-            unknown = 1.0
-    if not found:
-        return None
-    risk, estimate = max(found, key=lambda one: one[0])
-    return MemoryRisk(
-        expected_bytes=estimate.expected_bytes, margin_bytes=estimate.margin_bytes, risk=max(risk, unknown)
-    )
+def _judged(
+    devices: Sequence[DevicePeak], kinds: set[str], cluster: Cluster, corrections: Mapping[str, MemoryCorrection]
+) -> list[tuple[DevicePeak, MemoryRisk | None]]:
+    """Every kind of device of a lane by itself, with what its correction, if there is one, makes of its peak; known
+    ones first. `kinds`: all of the lane."""
+    found: list[tuple[DevicePeak, MemoryRisk | None]] = []
+    for one in devices:
+        for kind in sorted(kinds, key=lambda name: (name not in corrections, name)) if not one.kind else [one.kind]:
+            own = replace(one, limit_bytes=float(cluster.kinds[kind].memory_bytes))
+            memory = None
+            if kind in corrections:
+                estimate = corrections[kind].estimate(parts_of(own))
+                memory = MemoryRisk(
+                    expected_bytes=estimate.expected_bytes,
+                    margin_bytes=estimate.margin_bytes,
+                    risk=estimate.risk(own.limit_bytes),
+                )
+            found.append((own, memory))
+    return found
+
+
+def _risk(device: DevicePeak, memory: MemoryRisk | None) -> float:
+    return float(device.peak_bytes > device.limit_bytes) if memory is None else memory.risk
 
 
 def _tighter(
@@ -170,17 +182,19 @@ def _tighter(
 ) -> dict[str, float]:
     """Limits that leave the plan out: for the kinds of its risky lanes what these may take with their mix of parts."""
     assert plan.prediction is not None
-    network, parts = Network(cluster), peak_parts(simulation)
+    network = Network(cluster)
     risks = [lane.memory.risk if lane.memory else 0.0 for lane in plan.prediction.lanes]
     result = dict(limits)
-    for index, lane in enumerate(plan.prediction.lanes):
+    for index, devices in enumerate(simulation.devices):
         if risks[index] <= risk and risks[index] < max(risks):
             continue
-        for kind in {network.kinds[device].name for device in plan.lane_group(index).devices} & {*corrections}:
-            estimate = corrections[kind].estimate(parts[index])
-            upper = estimate.expected_bytes * (1.0 + corrections[kind].quantile(risk) * estimate.distance)
-            share = min(cluster.kinds[kind].memory_bytes / upper, 1.0 - 1e-6)
-            result[kind] = min(result[kind], lane.peak_bytes * share)
+        kinds = {network.kinds[device].name for device in plan.lane_group(index).devices} & {*corrections}
+        for one in devices:
+            for kind in kinds & {one.kind} if one.kind else kinds:
+                estimate = corrections[kind].estimate(parts_of(one))
+                upper = estimate.expected_bytes * (1.0 + corrections[kind].quantile(risk) * estimate.distance)
+                share = min(cluster.kinds[kind].memory_bytes / upper, 1.0 - 1e-6)
+                result[kind] = min(result[kind], one.peak_bytes * share)
     return result
 
 
@@ -207,18 +221,11 @@ def _by_the_search(
 
 
 def _as_planned_for(plan: Plan, cluster: Cluster, limits: Mapping[str, float]) -> Plan:
-    """The plan as one for the cluster itself, with its own limits."""
-    assert plan.prediction is not None
-    kinds = Network(cluster).kinds
-    lanes = tuple(
-        replace(lane, limit_bytes=float(min(kinds[device].memory_bytes for device in plan.lane_group(index).devices)))
-        for index, lane in enumerate(plan.prediction.lanes)
-    )
+    """The plan as one for the cluster itself, with its own limits; those of its lanes are `with_risk`'s to tell."""
     own = {float(int(limits[name])): float(kind.memory_bytes) for name, kind in cluster.kinds.items()}
     others = tuple(replace(one, limit_bytes=own.get(one.limit_bytes, one.limit_bytes)) for one in plan.alternatives)
     return replace(
         plan,
-        prediction=replace(plan.prediction, lanes=lanes),
         alternatives=others,
         hashes=replace(plan.hashes, cluster=digest(cluster)),
     )

@@ -20,23 +20,26 @@ from operator import le
 from typing import Any
 
 from pipefit.cluster.topology import device_count
+from pipefit.cost.memory_lanes import lane_limits
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds import chain_bound_s, facts_of, order_floor_bytes, table_bound_s
+from pipefit.plan.bounds import chain_bound_s, facts_of, table_bound_s
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate, Queue, leanest_first
+from pipefit.plan.check_slices import check_sliceable
 from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
+from pipefit.plan.cut_rows import Need, scaled
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.floors import Floors
-from pipefit.plan.holding import held_bytes
+from pipefit.plan.holding import held_bytes, order_needs
 from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
-from pipefit.plan.predict import Simulation, lane_limits
+from pipefit.plan.predict import Simulation
 from pipefit.plan.space import check_space, panels, rearrangements
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
@@ -110,6 +113,8 @@ def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Panel]:
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.module, bench.model, job.sequence, "--seq")
+    if len(pins.get("slices", ())) > 1:
+        check_sliceable(bench.model, "--fix slices")
     return list(panels(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter))
 
 
@@ -322,7 +327,9 @@ class _Search:
         cut = self.bench.cutter.leanest(self.job, candidate.decisions)
         held = self._held(candidate.decisions, cut)
         if not all(map(le, held, cut.limit_bytes)):
-            return self._again(candidate, cut, held, cut.limit_bytes, bound_s)
+            every = zip(held, cut.limit_bytes, cut.needs, strict=True)
+            needs = [(scaled(need, most, has), has) for need, most, (_, has) in every]
+            return self._again(candidate, cut, needs, bound_s)
         self.spent += DEVICE * candidate.decisions.device_count
         candidate.parts = self.bench.parts(self.job, candidate.decisions)
         candidate.work = pipeline_work(candidate.parts, self.bench.programs)
@@ -340,42 +347,39 @@ class _Search:
             self.refused.append(error)
             return None
         self.spent += sum(map(len, computed.lanes))
-        limits, peaks = lane_limits(work, self.bench.network), order_floor_bytes(computed, costs)
-        decisions = candidate.decisions
-        if all(map(le, peaks, limits)):
+        needs, decisions = order_needs(computed, costs, lane_limits(work, self.bench.network)), candidate.decisions
+        if all(need <= has for need, has in needs):
             self.simulated += 1
             found = simulated(self.bench, decisions, parts, work, costs, computed)
             if found.simulation.fits:
                 self.fitting.append(found)
                 self.fitting.sort(key=lambda one: one.rank)
                 return None
-            peaks = list(map(float, found.simulation.timeline.peak_bytes))
+            needs = [(lane[0].peak_bytes, lane[0].limit_bytes) for lane in found.simulation.devices]
             bound_s = max(bound_s, found.step_s)
-        cut = self.bench.cutter.leanest(self.job, decisions)
-        return self._again(candidate, cut, peaks, limits, bound_s)
+        return self._again(candidate, self.bench.cutter.leanest(self.job, decisions), needs, bound_s)
 
-    def _again(
-        self, candidate: Candidate, cut: Cut, peaks: Sequence[float], limits: Sequence[float], bound_s: float
-    ) -> float | None:
-        """What becomes of a candidate that needs these peaks with this cut, too much: the bound with another cut, in
-        which what the closed form does not see has room, or None where there is none, or LEANER were tried."""
+    def _again(self, candidate: Candidate, cut: Cut, needs: Sequence[Need], bound_s: float) -> float | None:
+        """What becomes of a candidate that needs this on each lane with this cut, too much: the bound with another
+        cut, in which what the closed form does not see has room, or None where there is none, or LEANER were tried."""
         decisions = candidate.decisions
         if "cuts" not in self.pins and candidate.leaner < LEANER:
             uncut = replace(decisions, stages=decisions.stage_count, cuts=())
-            spare = [max(0.0, peak - floor) for peak, floor in zip(peaks, cut.floor_bytes, strict=True)]
+            every = zip(needs, cut.limit_bytes, cut.floor_bytes, strict=True)
+            spare = [max(0.0, scaled(need, has, most) - floor) for (need, has), most, floor in every]
             leaner = self.bench.cutter.cut(self.job, uncut, spare)
             if leaner is not None and leaner.cuts != cut.cuts:
                 candidate.leaner += 1
                 candidate.level = CUT
                 return self._take(candidate, leaner, candidate.even_s)
-        fullest = max(range(len(limits)), key=lambda lane: peaks[lane] / limits[lane])
-        self.misfits.append(Misfit(decisions, bound_s, peaks[fullest], limits[fullest], fullest))
+        lane = max(range(len(needs)), key=lambda lane: needs[lane][0] / needs[lane][1])
+        self.misfits.append(Misfit(decisions, bound_s, *needs[lane], lane))
         return None
 
 
 def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:
     lane = cut.fullest
-    return Misfit(replace(decisions, cuts=cut.cuts), bound_s, cut.floor_bytes[lane], cut.limit_bytes[lane], lane)
+    return Misfit(replace(decisions, cuts=cut.cuts), bound_s, *cut.needs[lane], lane)
 
 
 def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:

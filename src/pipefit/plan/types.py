@@ -157,8 +157,18 @@ class MemoryRisk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindPrediction:
+    """What the devices of one kind need on a lane whose kinds hold different amounts: the fullest of them."""
+
+    kind: str
+    devices: tuple[int, ...]
+    peak_bytes: float
+    limit_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanePrediction:
-    """What the simulator says of one lane."""
+    """What the simulator says of one lane; its memory is that of the device that is fullest for its limit."""
 
     peak_bytes: float
     limit_bytes: float
@@ -169,6 +179,10 @@ class LanePrediction:
     "Bytes by what they are: parameters, gradients, optimizer, activations, buffers, workspace."
     memory: MemoryRisk | None = None
     "Where a correction for its devices is known."
+    kind: str = ""
+    "Of the fullest device, where the lane's kinds of devices hold different amounts."
+    others: tuple[KindPrediction, ...] = ()
+    "The other kinds then, the fullest for its limit first."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,11 @@ class Timeline:
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
         """For each lane, its memory over time."""
-        return memory_curves(self.graph, self.costs, self.times, self._posted_s, self._reached_s)
+        return self.memory_under(self.costs)
+
+    def memory_under(self, costs: CostTable) -> tuple[MemoryCurve, ...]:
+        """For each lane, its memory over time at the same times, with the bytes of another table of these stages."""
+        return memory_curves(self.graph, costs, self.times, self._posted_s, self._reached_s)
 
     @cached_property
     def peak_bytes(self) -> Floats:

@@ -1,0 +1,169 @@
+"""What the layers of a module cost on the devices of a stage: what cuts are made from.
+
+Where the kinds of devices of a stage hold different amounts, each kind has its own memory to keep to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipefit.cost.roofline import LayerCost
+from pipefit.cost.stage_memory import stage_memory
+from pipefit.cost.types import Array
+
+Need = tuple[float, float]
+"""(bytes needed, bytes there are)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """What every layer of a module needs on the devices of one kind: arrays over layers, of one microbatch."""
+
+    saved_bytes: Array
+    static_bytes: Array
+    passing_bytes: float
+    "The largest passing memory of a layer."
+    limit_bytes: float
+    "Memory of the smallest of these devices, without the workspace."
+    part: float
+    "Their rows as a part of the most that any device of the stage has."
+
+    def filled(self, flight: int) -> Array:
+        """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
+        sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
+        return sums
+
+    def spared(self, spare_bytes: float) -> KindRow:
+        """With less memory: by what a device holds of `spare_bytes` of the fullest one."""
+        return replace(self, limit_bytes=self.limit_bytes - self.part * spare_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """Every layer of a module on the devices of one stage: arrays over layers, of one microbatch."""
+
+    forward_s: Array
+    backward_s: Array
+    input_s: Array
+    "The part of `backward_s` that I does."
+    saved_bytes: Array
+    static_bytes: Array
+    "Parameters, gradients and optimizer state; what an earlier layer shares counts there."
+    passing_bytes: float
+    "The largest passing memory of a layer."
+    limit_bytes: float
+    "Memory of the smallest device, without the workspace; where kinds hold different amounts, what the fullest device"
+    " may hold at most for all to fit."
+    layers: tuple[LayerCost, ...]
+    "What the arrays are made of, and the passing memory of every layer."
+    kinds: tuple[KindRow, ...] = ()
+    "The kinds of devices, where they hold different amounts: each has to keep to its own memory."
+
+    def filled(self, flight: int) -> Array:
+        """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
+        sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
+        return sums
+
+    @property
+    def judged(self) -> Sequence[LayerRow | KindRow]:
+        """What has to fit: every kind, or where all hold the same the row itself."""
+        return self.kinds or (self,)
+
+    def spared(self, spare_bytes: float) -> LayerRow:
+        """With so much less memory."""
+        kinds = tuple(kind.spared(spare_bytes) for kind in self.kinds)
+        return replace(self, limit_bytes=self.limit_bytes - spare_bytes, kinds=kinds)
+
+
+def kind_rows(
+    costs: Mapping[str, Sequence[LayerCost]], limits: Mapping[str, float], rows: Mapping[str, int]
+) -> tuple[KindRow, ...]:
+    """Of every kind, from the costs of its layers, its memory and its rows; nothing where all hold the same. Their
+    static bytes are left out."""
+    made = [
+        KindRow(
+            saved_bytes=np.array([cost.saved_bytes for cost in each]),
+            static_bytes=np.zeros(len(each)),
+            passing_bytes=passing_bytes(each),
+            limit_bytes=limits[kind],
+            part=rows[kind] / max(rows.values()),
+        )
+        for kind, each in sorted(costs.items())
+        if kind
+    ]
+    return () if len({one.saved_bytes.tobytes() for one in made}) == 1 else tuple(made)
+
+
+def passing_bytes(costs: Sequence[LayerCost]) -> float:
+    """The largest passing memory of a layer."""
+    return max(max(stage_memory([cost]).passing.values()) for cost in costs)
+
+
+def most_bytes(kinds: Sequence[KindRow], static_bytes: Array, saved_bytes: Array) -> float:
+    """What the fullest device, with these bytes of each layer, may hold at most of any cut for all kinds to fit."""
+    least = float("inf")
+    for one in kinds:
+        part = min(_least_part(one.static_bytes, static_bytes), _least_part(one.saved_bytes, saved_bytes))
+        least = min(least, one.limit_bytes / part if part > 0 else float("inf"))
+    return least
+
+
+def lane_need(
+    stages: Sequence[tuple[Sequence[KindRow], int, int]], held: int, fullest: tuple[float, Sequence[float]]
+) -> tuple[float, Need]:
+    """(limit for what the fullest device needs, need of the kind that is fullest for its own memory) of a lane that
+    holds `held` microbatches of its leanest stage. `stages`: the kinds of each, and its first and last layer but one;
+    `fullest`: (what stays, what a microbatch keeps of each stage) on the fullest device. All without the workspace."""
+    static, kept = fullest
+    limit, need = float("inf"), (0.0, float("inf"))
+    for kinds in zip(*(each for each, _, _ in stages), strict=True):
+        runs = [(one, start, stop) for one, (_, start, stop) in zip(kinds, stages, strict=True)]
+        stays = sum(float(one.static_bytes[start:stop].sum()) for one, start, stop in runs)
+        keeps = [float(one.saved_bytes[start:stop].sum()) for one, start, stop in runs]
+        has = min(one.limit_bytes for one in kinds)
+        parts = [own / whole for own, whole in zip(keeps, kept, strict=True) if whole > 0]
+        part = min(parts, default=1.0)
+        limit = min(limit, static + (has - stays) / part if part > 0 else float("inf"))
+        mine = (stays + held * min(keeps), has)
+        if mine[0] - mine[1] > need[0] - need[1]:
+            need = mine
+    return limit, need
+
+
+def stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
+    """[stage][layer]; one row for all stages where theirs is one."""
+    if all(row is rows[0] for row in rows):
+        return np.broadcast_to(value(rows[0]), (len(rows), len(rows[0].forward_s)))
+    return np.stack([value(row) for row in rows])
+
+
+def memory_of(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:
+    """[stage][layer]: bytes with what is in flight; [stage][kind][layer] where kinds hold different amounts."""
+    most = max(len(row.kinds) for row in rows)
+    if most:
+        each = [[np.diff(one.filled(flight)) for one in row.judged] for row, flight in zip(rows, flights, strict=True)]
+        return np.array([[*one, *one[:1] * (most - len(one))] for one in each])
+    if len({*flights}) == 1:
+        return stacked(rows, lambda row: row.static_bytes + flights[0] * row.saved_bytes)
+    return np.stack([np.diff(row.filled(flight)) for row, flight in zip(rows, flights, strict=True)])
+
+
+def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = False) -> Array:
+    """Of every stage, or every kind there, its equal part of its lane's memory; without what passes, if asked for."""
+    each = [[one.limit_bytes - passing * one.passing_bytes for one in row.judged] for row in rows]
+    most = max(map(len, each))
+    table: Array = np.array([[*one, *one[:1] * (most - len(one))] for one in each]) / np.array(turns)[:, None]
+    return table if max(len(row.kinds) for row in rows) else table[:, 0]
+
+
+def scaled(need_bytes: float, limit_bytes: float, other_bytes: float) -> float:
+    """What fills the other limit as much as the need fills its own."""
+    return need_bytes if limit_bytes == other_bytes else need_bytes / limit_bytes * other_bytes
+
+
+def _least_part(own: Array, whole: Array) -> float:
+    some = whole > 0
+    return float((own[some] / whole[some]).min(initial=1.0))
