@@ -101,16 +101,17 @@ def small_model(layers: int = 8) -> Model:
     return capture(described.family, described.config)
 
 
-def profiled(lab: Lab, model: Model, sequence: int, tokens: int = TOKENS, *, quick: bool = False) -> Cluster:
-    """What `pipefit profile` measures in a lab. Raises PipefitError where the measurement was invalid."""
+def profiled(lab: Lab, model: Model, sequence: int, *, quick: bool = False, **options: Any) -> Cluster:
+    """What `pipefit profile` measures in a lab; `options` of ProfileConfig. Raises PipefitError where the measurement
+    was invalid."""
     task = {
         "layers": True,
         "sequence": sequence,
-        "tokens": tokens // 2 if quick else tokens,
+        "tokens": TOKENS // 2 if quick else TOKENS,
         "layer_rounds": 1,
         "link_rounds": 1 if quick else 2,
         "sizes_bytes": SIZES[::2] if quick else SIZES,
-    }
+    } | options
     with tempfile.TemporaryDirectory() as name:
         _start(lab, Path(name), "profile", model, task)
         return load(Path(name) / "cluster.json")

@@ -6,6 +6,7 @@ tournament with the mean of its repetitions, the same with noise and order told 
 
     python benchmarks/link_measurement.py --json benchmarks/results/link_measurement.json
     python benchmarks/link_measurement.py --lab --json benchmarks/results/link_measurement_lab.json [--hosts 8]
+        [--kind racks --host-rounds 8 | --kind mild]
 """
 
 from __future__ import annotations
@@ -218,12 +219,13 @@ def row(one: dict[str, Any]) -> str:
     )
 
 
-def _others(path: str | None, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Labs of other sizes that a result file holds already: large labs take minutes, and can be measured one by one."""
+def _others(path: str | None, kind: str, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Other labs that a result file holds already: large labs take minutes, and can be measured one by one."""
     if path is None or not Path(path).exists():
         return []
     kept = json.loads(Path(path).read_text(encoding="utf-8")).get("lab", [])
-    return [one for one in kept if one["hosts"] not in sizes]
+    kept = [{"kind": "own", "host_rounds": "auto", "predicted": 0} | one for one in kept]
+    return [one for one in kept if one["kind"] != kind or one["hosts"] not in sizes]
 
 
 def _three(part: dict[str, float]) -> str:
@@ -237,6 +239,10 @@ def main() -> int:
     parser.add_argument("--lab", action="store_true", help="In the lab: needs root and iproute2.")
     parser.add_argument("--hosts", type=int, nargs="+", help="Other numbers of hosts.")
     parser.add_argument("--repeats", type=int, default=2, help="In the lab: of every link.")
+    parser.add_argument("--kind", default="own", help="In the lab: own, racks or mild (link_measurement_lab.py).")
+    parser.add_argument(
+        "--host-rounds", default="auto", help="In the lab: rounds of pairs, as `pipefit profile` takes it."
+    )
     parser.add_argument("--json", help="Write the result here.")
     arguments = parser.parse_args()
     sizes = LAB_HOSTS if arguments.lab else HOSTS
@@ -244,15 +250,16 @@ def main() -> int:
     result: dict[str, Any] = {"provenance": provenance(), "lab" if arguments.lab else "simulated": []}
     if arguments.lab:
         from link_measurement_lab import HEAD as lab_head
-        from link_measurement_lab import measure
+        from link_measurement_lab import KINDS, measure
         from link_measurement_lab import row as lab_row
 
-        result["lab"] = _others(arguments.json, sizes)
+        result["lab"] = _others(arguments.json, arguments.kind, sizes)
         print(lab_head)
         for count in sizes:
-            result["lab"].append(measure(count, arguments.repeats) | {"provenance": provenance()})
+            found = measure(count, arguments.repeats, arguments.kind, arguments.host_rounds)
+            result["lab"].append(found | {"provenance": provenance()})
             print(lab_row(result["lab"][-1]), flush=True)
-        result["lab"].sort(key=lambda one: one["hosts"])
+        result["lab"].sort(key=lambda one: (KINDS.index(one["kind"]), one["hosts"]))
     else:
         print(HEAD)
         for count in sizes:

@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from contention import words
-from lab_runs import TOKENS, Measured, measured_labs, small_model
+from lab_runs import SIZES, TOKENS, Measured, measured_labs, small_model
 from pipefit.cluster import Cluster, DeviceKind
 from pipefit.cost.memory_file import MemoryFacts
 from pipefit.cost.network import Network
@@ -55,9 +55,12 @@ TARGETS = {
 }  # fmt: skip
 """Least gain over the best baseline on all devices."""
 
-FEWER = {"half-2.5-16": TOKENS // 2, "half-2.5-32": TOKENS // 2}
-"""Of the largest microbatch that is profiled, where devices are so slow that larger ones take minutes; beyond it curves
-are drawn out."""
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "half-2.5-16": {"tokens": TOKENS // 2},
+    "half-2.5-32": {"tokens": TOKENS // 2, "host_rounds": "6", "sizes_bytes": SIZES[::2]},
+}
+"""Shorter profiles of large labs, where all of it takes many minutes: smaller microbatches (beyond them curves are drawn
+out), fewer sizes of messages, and of 15 rounds of pairs 6, the other links being predicted."""
 
 LIMITS = (1.0, 1.5, 1.2, 0.8, 0.65, 0.5)
 """Where memory is scarce, plans are asked for under these multiples of the cluster's limits. The first is the one that
@@ -91,7 +94,7 @@ def main() -> int:
 def measure(name: str, model: Model, arguments: argparse.Namespace) -> dict[str, Any]:
     """One cluster: profile, all plans, their runs, and what came of it."""
     with Work.kept(arguments.work, name, arguments.seconds) as work:
-        cluster = work.profile(model, JOB.sequence, FEWER.get(name, TOKENS), arguments.quick)
+        cluster = work.profile(model, JOB.sequence, arguments.quick, PROFILES.get(name, {}))
         job = replace(JOB, batch=8) if arguments.quick else JOB
         facts = work.facts(model, cluster) if scarce(cluster) else None
         clusters = limited(cluster, LIMITS if facts else LIMITS[:1])

@@ -10,7 +10,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,13 @@ class Work:
             path.mkdir(parents=True, exist_ok=True)
             yield cls(path, name, seconds)
 
-    def profile(self, model: Model, sequence: int, tokens: int, quick: bool) -> Cluster:
-        """The cluster as it was measured, with microbatches of up to `tokens`: now, or before."""
+    def profile(self, model: Model, sequence: int, quick: bool, options: Mapping[str, Any]) -> Cluster:
+        """The cluster as it was measured, with these options of the profile: now, or before."""
         path = self.folder / "cluster.json"
         if not path.is_file():
             with lab_of(self.name) as lab:
                 self._measuring("profile")
-                found = profiled(lab, model, sequence, tokens, quick=quick)
+                found = profiled(lab, model, sequence, quick=quick, **options)
             path.write_text(dump_text(found), encoding="utf-8")
         return load(path)
 
