@@ -41,9 +41,13 @@ class Facts:
 FACTS: Mapping[str, Facts] = {
     "gpipe": Facts(lambda lane, lanes, turns, m: m * turns, fused=True),
     "1f1b": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane), fused=True),
+    "eager-1f1b": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - 1 - lane) + 1), fused=True),
     "interleaved-1f1b": Facts(
         lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + 2 * (lanes - 1 - lane) + 1),
         fused=True,
+    ),
+    "svpp": Facts(
+        lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + (lanes - 1 - lane) + 1), fused=True
     ),
     "1f1b-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3), fused=True),
     "zb-h1": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
@@ -54,9 +58,9 @@ FACTS: Mapping[str, Facts] = {
     "v-min": Facts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
     "dualpipe-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
 }
-"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023 and 2024, arXiv 2401.10241 and 2405.15362. A test
-compares each with what the family's own orders hold. Families that are not listed are bounded by what holds for any
-order."""
+"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024, arXiv
+2401.10241 and 2405.15362. A test compares each with what the family's own orders hold. Families that are not listed are
+bounded by what holds for any order."""
 
 _ANY = Facts(lambda lane, lanes, turns, m: 1)
 

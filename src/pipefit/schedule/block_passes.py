@@ -68,14 +68,14 @@ def squeeze(lanes: Sequence[Sequence[Pass]], placement: Sequence[int]) -> Lanes:
     return tuple(map(tuple, done))
 
 
-def needs(kind: Kind, stage: int, unit: int, last: int) -> tuple[bool, int, int] | None:
+def needs(kind: Kind, stage: int, unit: int, last: int, slices: int = 1) -> tuple[bool, int, int] | None:
     """(forward?, stage, unit) that a pass of a chain ending in stage `last` waits for; for W nothing, as its lane's
-    order has its I before it."""
+    order has its I before it. Backwards begin with a microbatch's last slice."""
     if kind == "F":
         return (True, stage - 1, unit) if stage else None
     if kind == "W":
         return None
-    return (True, stage, unit) if stage == last else (False, stage + 1, unit)
+    return (True, stage, _mirrored(unit, slices)) if stage == last else (False, stage + 1, unit)
 
 
 def number(kinds: Iterable[tuple[Kind, int]]) -> tuple[Pass, ...]:

@@ -3,19 +3,16 @@
 Both keep the steady state between them, and the peak (Qi et al. 2024, arXiv 2405.15362, section 3.3 and appendix; the
 counts are those of the authors' program). Lane i of d holds stages i (the way down) and 2d-1-i (the way up). Times are
 slots of one F, I or W. With them the V family reaches, on the lane that takes longest, max(0, 6d - 3k - 1) idle slots
-for k stage-microbatches of memory, which is the paper's lower bound. Blocks with fused backwards are only pulled
-forward.
+for k stage-microbatches of memory, which is the paper's lower bound.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 
 from pipefit.schedule.actions import Kind
-from pipefit.schedule.block import LENGTH
-from pipefit.schedule.block_passes import Lanes, Pass, needs, number, squeeze
+from pipefit.schedule.block_passes import Lanes, Pass, number, squeeze
 
 Sort = tuple[Kind, int]
 """(kind, stage)."""
@@ -75,44 +72,6 @@ def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
         if not take(up):
             take(down)
     return order
-
-
-def pull_forward(lanes: Lanes, placement: Sequence[int]) -> Lanes:
-    """Every pass moved into the earliest gap that it fits in, in order of time; a forward only as far as the lane
-    then holds no more units at once than the fullest lane did before. For blocks with fused backwards.
-
-    `lanes` are in time; so is the result. Its peak is that of `lanes`.
-    """
-    most = max(map(peak, lanes))
-    end = max(one.start + LENGTH[one.kind] for lane in lanes for one in lane)
-    held = [_held(lane, end) for lane in lanes]
-    taken: list[set[int]] = [set() for _ in lanes]
-    stops: dict[tuple[bool, int, int], int] = {}
-    moved: list[list[Pass]] = [[] for _ in lanes]
-    for start, kind, stage, unit in sorted(one for lane in lanes for one in lane):
-        lane, length = placement[stage], LENGTH[kind]
-        needed = needs(kind, stage, unit, len(placement) - 1)
-        slot = max(stops.get((kind == "F", stage, unit - 1), 0), stops[needed] if needed is not None else 0)
-        if kind == "F":
-            full = (t for t in range(start - 1, slot - 1, -1) if held[lane][t] >= most)
-            slot = max(slot, next(full, -1) + 1)
-        while any(other in taken[lane] for other in range(slot, slot + length)):
-            slot += 1
-        taken[lane].update(range(slot, slot + length))
-        stops[kind == "F", stage, unit] = slot + length
-        moved[lane].append(Pass(slot, kind, stage, unit))
-        change = range(slot, start) if kind == "F" else range(slot + length, start + length)
-        for t in change:
-            held[lane][t] += 1 if kind == "F" else -1
-    return tuple(tuple(sorted(lane)) for lane in moved)
-
-
-def _held(lane: Sequence[Pass], end: int) -> list[int]:
-    """For every slot, the units alive on a lane of fused backwards."""
-    changes = [0] * (end + 1)
-    for one in lane:
-        changes[one.start if one.kind == "F" else one.start + LENGTH[one.kind]] += 1 if one.kind == "F" else -1
-    return list(accumulate(changes))
 
 
 def without_weights(lanes: Lanes) -> Lanes:

@@ -3,8 +3,9 @@
 A family's module defines `name` (what the user types), `build(problem) -> Schedule`, a pure function that returns a
 computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage per
 lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of them)
-`least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, and where the planner is to try
-it only when it is asked for by name `searched = False`.
+`least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, where the planner is to try it
+only when it is asked for by name `searched = False`, and where it is to try it for sequences in slices all the same
+`searched_with_slices = True`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Family:
     "Number of lanes -> the fewest microbatches times slices that it is written for; with fewer, `build` raises."
     searched: bool
     "Whether the planner's search tries it unasked."
+    searched_with_slices: bool
+    "The same for sequences that are cut into slices."
     block: Callable[[int], BuildingBlock] | None = None
     "Number of lanes -> the building block that it repeats, if it is one."
 
@@ -66,6 +69,7 @@ def _find() -> Mapping[str, Family]:
             placement=getattr(module, "placement", linear),
             least_units=getattr(module, "least_units", _one),
             searched=getattr(module, "searched", True),
+            searched_with_slices=getattr(module, "searched_with_slices", getattr(module, "searched", True)),
             block=getattr(module, "block", None),
         )
     return found

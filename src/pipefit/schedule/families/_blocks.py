@@ -9,7 +9,8 @@ from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
 from pipefit.schedule.block import BuildingBlock
 from pipefit.schedule.block_passes import Lanes, actions, order_slices, repeat, squeeze
-from pipefit.schedule.block_reorder import peak, pull_forward, reorder_cool_down, reorder_warm_up, without_weights
+from pipefit.schedule.block_pull import pull_forward
+from pipefit.schedule.block_reorder import peak, reorder_cool_down, reorder_warm_up, without_weights
 from pipefit.schedule.problem import Problem, vee
 
 Named = tuple[tuple[Action, ...], ...]
@@ -73,7 +74,7 @@ def repeated(block: BuildingBlock, microbatches: int, slices: int) -> Named:
 def pulled(block: BuildingBlock, microbatches: int, slices: int) -> Named:
     """The repeated block with every pass as early as gaps and the block's peak allow."""
     lanes = pull_forward(repeat(block, microbatches * slices), block.placement)
-    return actions(order_slices(lanes, slices, block.interval), slices)
+    return sliced(lanes, block.placement, slices, block.interval)
 
 
 @lru_cache(maxsize=64)
@@ -85,11 +86,17 @@ def controlled(block: BuildingBlock, microbatches: int, slices: int) -> Named:
     if 2 * units <= max(map(peak, repeat(block, 2 * block.lanes))):
         lanes = squeeze(without_weights(lanes), block.placement)
     lanes = reorder_cool_down(lanes, max(map(peak, lanes)))
-    return actions(order_slices(lanes, slices, block.interval), slices)
+    return sliced(lanes, block.placement, slices, block.interval)
 
 
 def written(lanes: Lanes, placement: tuple[int, ...], slices: int) -> Named:
     """The actions of lanes with two stages each that were written as an order of units, without times."""
+    return sliced(squeeze(lanes, placement) if slices > 1 else lanes, placement, slices, interval=6)
+
+
+def sliced(lanes: Lanes, placement: tuple[int, ...], slices: int, interval: int) -> Named:
+    """The actions of lanes with two stages each that are in time, backwards by descending slice. What slices delay is
+    pulled forward again as far as the memory allows."""
     if slices > 1:
-        lanes = order_slices(squeeze(lanes, placement), slices, interval=6)
+        lanes = pull_forward(order_slices(lanes, slices, interval), placement, slices)
     return actions(lanes, slices)

@@ -5,6 +5,10 @@ Stage s of d v stages lies on lane s mod d. The microbatches go in groups throug
 is d microbatches, or a few more where d does not divide them evenly, so that any number of microbatches is allowed.
 On equal stages with d dividing m the time is (m v + d - 1)(f + b), f and b of one stage, and lane i of d keeps
 min(m v, (v - 1) d + 2 (d - 1 - i) + 1) stage-microbatches alive. With one stage per lane it is 1F1B.
+
+With s slices a group is that many slices: of max(d, s), if d divides s or s divides d. The first lane then holds
+(v - 1) max(d, s) + 2 (d - 1) + s slices of a stage: with s >= d slices those of SlimPipe, v s + 2 (d - 1) of the d v s
+that one sequence has (2025, arXiv 2504.14519). The time is (m v s + d - 1)(f + b), f and b of one slice.
 """
 
 from __future__ import annotations
@@ -29,15 +33,22 @@ def placement(devices: int, turns: int = 2) -> tuple[int, ...]:
 
 def build(problem: Problem) -> Schedule:
     """The computed schedule. Raises ScheduleError where stages do not lie on the lanes in turn."""
+    return ordered(name, problem, hop=2, title="Interleaved 1F1B")
+
+
+def ordered(name: str, problem: Problem, hop: int, title: str) -> Schedule:
+    """Interleaved 1F1B whose lanes run `hop` more forwards ahead for every lane between them and the last; 1 is the
+    least with which no lane waits for work, if transfers take no time. Raises ScheduleError where stages do not lie on
+    the lanes in turn."""
     turns = problem.stages // problem.lanes
     if turns == 1:
         lanes = build_1f1b(problem).lanes
     elif problem.placement == placement(problem.lanes, turns):
         groups = _groups(problem)
-        lanes = tuple(_lane(lane, turns, groups, problem) for lane in range(problem.lanes))
+        lanes = tuple(_lane(lane, turns, groups, problem, hop) for lane in range(problem.lanes))
     else:
         raise ScheduleError(
-            "Interleaved 1F1B is written for stages that lie on the lanes in turn.",
+            f"{title} is written for stages that lie on the lanes in turn.",
             where="placement",
             seen=",".join(map(str, problem.placement)),
             allowed=f"for example {','.join(map(str, placement(problem.lanes)))}",
@@ -61,7 +72,7 @@ def _groups(problem: Problem) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(stops)]
 
 
-def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem) -> tuple[Action, ...]:
+def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem, hop: int) -> tuple[Action, ...]:
     """A warm-up, then one forward and one backward in turn. The warm-up lasts until the first microbatch has come
     through the lane's other stages, plus what it takes from here to the last lane and back."""
     held, slices = problem.held(lane), problem.slices
@@ -73,7 +84,7 @@ def _lane(lane: int, turns: int, groups: Sequence[range], problem: Problem) -> t
         for m in group
         for k in reversed(range(slices))
     ]
-    around = 2 * (problem.lanes - 1 - lane)
+    around = hop * (problem.lanes - 1 - lane)
     warm = min(len(ahead), (turns - 1) * max(map(len, groups)) * slices + around + slices - 1)
     steady = joined.from_iterable(zip(ahead[warm:], back, strict=False))
     return (*ahead[:warm], *steady, *back[len(ahead) - warm :])

@@ -18,6 +18,13 @@ name = "1f1b"
 
 def build(problem: Problem) -> Schedule:
     """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    return ordered(name, problem, hop=1)
+
+
+def ordered(name: str, problem: Problem, hop: int) -> Schedule:
+    """1F1B whose stages run `hop` more forwards ahead for every stage between them and the end; 1 is the least with
+    which no stage waits for work, if transfers take no time. Raises ScheduleError where a lane holds several stages.
+    """
     if problem.lanes != problem.stages:
         crowded = max(range(problem.lanes), key=lambda lane: len(problem.held(lane)))
         raise ScheduleError(
@@ -29,7 +36,7 @@ def build(problem: Problem) -> Schedule:
         )
     lanes: list[tuple[Action, ...]] = [()] * problem.lanes
     for stage, depth in enumerate(problem.depths()):
-        lanes[problem.placement[stage]] = _lane(stage, depth, problem)
+        lanes[problem.placement[stage]] = _lane(stage, hop * (depth - 1), problem)
     return Schedule(
         name=name,
         placement=problem.placement,
@@ -39,9 +46,9 @@ def build(problem: Problem) -> Schedule:
     )
 
 
-def _lane(stage: int, depth: int, problem: Problem) -> tuple[Action, ...]:
+def _lane(stage: int, ahead_of_end: int, problem: Problem) -> tuple[Action, ...]:
     ahead = forwards(stage, problem.microbatches, problem.slices)
     back = backwards(stage, problem.microbatches, problem.slices)
-    warm = min(len(ahead), depth + problem.slices - 2)
+    warm = min(len(ahead), ahead_of_end + problem.slices - 1)
     steady = [action for pair in zip(ahead[warm:], back, strict=False) for action in pair]
     return (*ahead[:warm], *steady, *back[len(ahead) - warm :])

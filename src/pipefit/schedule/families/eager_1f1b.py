@@ -1,0 +1,21 @@
+"""Eager 1F1B: 1F1B with twice as many forwards ahead, so that transfers run beside computation (Zhuang et al. 2022,
+arXiv 2211.05322, section 4).
+
+A gradient that comes back later by a transfer from every stage finds other work waiting. Stage i of d holds
+min(m s, 2 (d - 1 - i) + s) slices; where transfers take no time, the time is that of 1F1B.
+"""
+
+from __future__ import annotations
+
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.families.one_f_one_b import ordered
+from pipefit.schedule.problem import Problem
+
+name = "eager-1f1b"
+searched = False
+searched_with_slices = True
+
+
+def build(problem: Problem) -> Schedule:
+    """The computed schedule. Raises ScheduleError where a lane holds several stages."""
+    return ordered(name, problem, hop=2)
