@@ -15,7 +15,6 @@ from pipefit.plan.left_out import left_out
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.in_planner import place_found
-from pipefit.plan.ports import on_shared_ports
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress
@@ -52,14 +51,12 @@ def make_plan(
     placing = place_found(bench, job, pins, found)
     curve = trade(bench, job, pins, placing.found.fitting[0])
     found = _with(placing.found, curve.best)
-    plain = found.fitting[0]
-    found = on_shared_ports(bench, found, top)
     best = found.fitting[0]
     plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     plan = predict(plan, model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
     assert plan.prediction is not None
     binds = "; ".join(filter(None, (plan.prediction.binds, binding_memory(found))))
-    if found.open_bound_s >= plain.step_s:
+    if found.open_bound_s >= best.step_s:
         proof = "no candidate left has a lower bound below this plan's time"
     else:
         proof = f"its budget was spent: a plan of {format_seconds(found.open_bound_s)} is not ruled out"

@@ -1,30 +1,33 @@
-"""The last look at the best plans of a search: with every pipeline at its own pace, and with what transfers share.
+"""Candidates as the search sees them: every pipeline at its own pace, and ports that transfers share.
 
-The search itself asks the plain simulator, in which every lane has a port of its own and replicas go in step: it is
-many times faster, and its bounds are proved for it.
+Where replicas go at their own pace, a step can be shorter than that of replicas in step; where transfers share ports,
+it can be longer. So the bound of a candidate's cost table is that of its slowest pipeline alone: sharing only delays.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 from pipefit.cost.contention import with_contention
+from pipefit.cost.table import cost_table
+from pipefit.cost.types import CostTable
+from pipefit.cost.work import PipelineWork
+from pipefit.plan.bounds import table_bound_s
 from pipefit.plan.build import Workbench
-from pipefit.plan.outcome import Evaluated, Found
-from pipefit.simulate import simulate
-
-LEAST = 5
-"""Plans that are looked at again, at least."""
 
 
-def on_shared_ports(bench: Workbench, found: Found, top: int) -> Found:
-    """The best plans simulated with what they share, the best of them first. The others are left out."""
-    again = sorted((_contended(bench, one) for one in found.fitting[: max(LEAST, top)]), key=lambda one: one.rank)
-    return replace(found, fitting=tuple(again))
+def shared_costs(bench: Workbench, work: PipelineWork, costs: CostTable | None = None) -> CostTable:
+    """The cost table of this work (`costs`, if it is known) with what transfers share."""
+    if costs is None:
+        costs = cost_table(work, bench.network, bench.layers)
+    if costs.contention is not None:
+        return costs
+    return with_contention(costs, work, bench.network, bench.layers)
 
 
-def _contended(bench: Workbench, one: Evaluated) -> Evaluated:
-    simulation = one.simulation
-    costs = with_contention(simulation.costs, simulation.work, bench.network, bench.layers)
-    timeline = simulate(simulation.timeline.schedule, costs)
-    return replace(one, simulation=replace(simulation, costs=costs, timeline=timeline))
+def shared_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
+    """The least simulated time of a lowered schedule of that family under this table with what transfers share, for a
+    chain of stages: that of its slowest pipeline, were it alone."""
+    assert costs.contention is not None, "the table says what is shared"
+    pipelines = costs.contention.pipelines
+    return max(table_bound_s(one, placement, microbatches, schedule) for one in pipelines)

@@ -21,11 +21,10 @@ from typing import Any
 
 from pipefit.cluster.topology import device_count
 from pipefit.cost.memory_lanes import lane_limits
-from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds import chain_bound_s, facts_of, table_bound_s
+from pipefit.plan.bounds import chain_bound_s, facts_of
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate, Queue, leanest_first
 from pipefit.plan.check_slices import check_sliceable
@@ -39,6 +38,7 @@ from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
+from pipefit.plan.ports import shared_bound_s, shared_costs
 from pipefit.plan.predict import Simulation
 from pipefit.plan.space import check_space, panels, rearrangements
 from pipefit.plan.types import Job
@@ -333,9 +333,9 @@ class _Search:
         self.spent += DEVICE * candidate.decisions.device_count
         candidate.parts = self.bench.parts(self.job, candidate.decisions)
         candidate.work = pipeline_work(candidate.parts, self.bench.programs)
-        candidate.costs = cost_table(candidate.work, self.bench.network, self.bench.layers)
+        candidate.costs = shared_costs(self.bench, candidate.work)
         placement, count = candidate.parts.placement, candidate.decisions.microbatches
-        return max(bound_s, table_bound_s(candidate.costs, placement, count, candidate.decisions.schedule))
+        return max(bound_s, shared_bound_s(candidate.costs, placement, count, candidate.decisions.schedule))
 
     def _simulate(self, candidate: Candidate, bound_s: float) -> float | None:
         parts, work, costs = candidate.parts, candidate.work, candidate.costs
@@ -385,15 +385,17 @@ def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:
 def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
     """Cost and simulate one candidate."""
     work = pipeline_work(parts, bench.programs)
-    costs = cost_table(work, bench.network, bench.layers)
+    costs = shared_costs(bench, work)
     return simulated(bench, decisions, parts, work, costs, computed_schedule(decisions.schedule, parts, costs))
 
 
 def simulated(
     bench: Workbench, decisions: Decisions, parts: Parts, work: PipelineWork, costs: CostTable, computed: Schedule
 ) -> Evaluated:
-    """Simulate one candidate: its family's order, lowered, under its own costs."""
-    timeline = simulate(bench.lowered(parts, decisions, computed, costs), costs)
+    """Simulate one candidate: its family's order, lowered, under its own costs, with what its transfers share."""
+    lowered = bench.lowered(parts, decisions, computed, costs)
+    costs = shared_costs(bench, work, costs)
+    timeline = simulate(lowered, costs)
     cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     return Evaluated(
         decisions=replace(decisions, cuts=cuts),

@@ -19,7 +19,6 @@ from pipefit.errors import PlanError
 from pipefit.plan.build import Workbench
 from pipefit.plan.fitting import best_plans
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.ports import on_shared_ports
 from pipefit.plan.types import Job, Sensitivity
 from pipefit.simulate import simulate
 
@@ -41,7 +40,7 @@ def sensitivity(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evalu
         held = {"schedule": chosen.schedule, "recompute": chosen.recompute, "zero1": chosen.zero1, **pins}
         try:
             other = bench.on(cluster)
-            better = on_shared_ports(other, best_plans(other, job, held, top=1, layouts=1), 1).fitting
+            better = best_plans(other, job, held, top=1, layouts=1).fitting
         except PlanError:
             better = ()
         step_s = min((best.step_s, *(one.step_s for one in better)))

@@ -18,6 +18,7 @@ from pipefit.plan.search import simulated
 from pipefit.plan.types import Job
 from pipefit.plan.work import pipeline_work
 from pipefit.schedule.actions import Schedule
+from pipefit.simulate import simulate
 from pipefit.units import format_seconds
 
 SHORT_LIST = 4
@@ -109,9 +110,11 @@ def moves_for(slots: int, most: int) -> int:
 def _placed(bench: Workbench, job: Job, one: Evaluated, most: int, seed: int, compiled: bool | None) -> Evaluated:
     """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
     simulation = one.simulation
-    question = make_question(simulation.work, bench.network, bench.layers, simulation.timeline)
+    costs = replace(simulation.costs, contention=None)
+    timeline = simulate(simulation.timeline.schedule, costs)
+    question = make_question(simulation.work, bench.network, bench.layers, timeline)
     moves = moves_for(one.decisions.device_count, most)
-    found = place(question, simulation.timeline, Budget(moves=moves, seed=seed), compiled=compiled)
+    found = place(question, timeline, Budget(moves=moves, seed=seed), compiled=compiled)
     if found.step_s >= found.given_s:
         return one
     better = _on(bench, job, one, found.devices)
