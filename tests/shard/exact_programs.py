@@ -14,6 +14,10 @@ import numpy as np
 from pipefit.shard.frontier import Problem, Step, Way
 
 FORMS = 4
+"""Of random programs: I, P, G0, G1."""
+
+ALL_FORMS = 6
+"""Of any program here: G2 and G3 as well."""
 
 
 def random_problem(seed: int, operators: int, values: int = 2) -> Problem:
@@ -90,7 +94,8 @@ class Milp:
         self.rows.append(terms)
         self.bounds.append((low, high))
 
-    def solve(self) -> tuple[float, np.ndarray] | None:
+    def solve(self, gap: float = 0.0) -> float | None:
+        """The optimum, or with a relative `gap` a proven lower bound within that of it."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import lil_matrix
 
@@ -104,9 +109,9 @@ class Milp:
             constraints=LinearConstraint(matrix.tocsr(), low, high),
             integrality=np.array(self.integral),
             bounds=Bounds(0, np.array(self.upper)),
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": gap},
         )
-        return None if found.x is None else (float(found.fun), found.x)
+        return None if found.x is None else float(found.mip_dual_bound)
 
 
 def forms_program(problem, program, way_cost=lambda step, way: way.cost_s, toll=None):
@@ -126,7 +131,7 @@ def forms_program(problem, program, way_cost=lambda step, way: way.cost_s, toll=
             edges[edge] = program.variable(0.0 if toll else seconds, True)
             if toll:
                 toll(value, edge, edges[edge])
-        for form in range(FORMS):
+        for form in range(ALL_FORMS):
             _flow(problem, program, picks, producer, readers.get(value, []), value, form, edges)
     return picks
 
@@ -137,7 +142,7 @@ def _flow(problem, program, picks, producer, readers, value, form, edges):
     for edge, flow in flows.items():
         program.row({flow: 1.0, edges[edge]: -1.0}, high=0)
     made = {}
-    for source in range(FORMS):
+    for source in range(ALL_FORMS):
         made[source] = program.variable()
         if value in problem.given:
             program.row({made[source]: 1.0}, high=float(problem.given[value] == source))
@@ -147,7 +152,7 @@ def _flow(problem, program, picks, producer, readers, value, form, edges):
                 pick for pick, way in zip(picks[place], problem.steps[place].ways, strict=True) if way.gives == source
             ]
             program.row({made[source]: 1.0, **dict.fromkeys(able, -1.0)}, high=0)
-    for node in range(FORMS):
+    for node in range(ALL_FORMS):
         balance = {made[node]: 1.0}
         for (source, target), flow in flows.items():
             if target == node:
@@ -172,5 +177,4 @@ def exact_cost(problem: Problem) -> float | None:
     """The cost of the cheapest program, by HiGHS."""
     program = Milp()
     forms_program(problem, program)
-    found = program.solve()
-    return None if found is None else found[0]
+    return program.solve()

@@ -16,7 +16,7 @@ from pipefit.model.graph import Graph, Layer, Model
 from pipefit.shard.frontier import solve_ends
 from pipefit.shard.pricing import PricedLayer, Setting, number_of, on_stream, priced
 from pipefit.shard.recipe import Recipe, recipe_of
-from pipefit.shard.template import Chosen, chosen
+from pipefit.shard.template import Chosen, chosen, held_fractions
 
 Pinned = tuple[tuple[str, Form], ...]
 """Forms of a layer's parameters that other layers share, by local name."""
@@ -44,6 +44,8 @@ class Chains:
 
     model: Model
     setting: Setting
+    byte_price_s: float = 0.0
+    "What a byte that stays on a device costs: above 0 where memory is scarce."
     _templates: dict[object, PricedLayer] = field(default_factory=dict)
 
     def search(self, layers: Sequence[Layer], shares: Sequence[int]) -> tuple[Link, ...]:
@@ -94,8 +96,8 @@ class Chains:
         if key not in self._templates:
             self._templates[key] = priced(graph, self.setting, takes, dict(pinned))
         layer = self._templates[key]
-        fractions = layer.template.fractions(shares)
-        problem, numbers = layer.template.at(fractions)
+        fractions = held_fractions(layer.template.cuts, shares, self.setting.members)
+        problem, numbers = layer.template.at(fractions, self.byte_price_s)
         result = layer.values.index(graph.outputs[0])
         taken = [tensor.name for tensor in graph.inputs if on_stream(tensor)]
         if taken and not layer.passable(taken[0], takes, fractions):

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.roofline import BACKWARD, CollectiveTime, Work, operator_work
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count, multiply_sizes
+from pipefit.model.ops import kept
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of
 from pipefit.shard.program import TOKENS, labels_at
@@ -47,6 +48,17 @@ class Setting:
     def members(self) -> Members:
         names = [kind.name for kind in self.distinct]
         return Members(tuple(names.index(kind.name) for kind in self.kinds))
+
+    @property
+    def speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """How fast every device computes, and how fast it moves: FLOP/s and bytes/s as far as it reaches them."""
+        slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
+        rates = [kind.peak_flops_per_s[self.precision] * kind.efficiency for kind in self.kinds]
+        moves = [kind.memory_bandwidth_bytes_per_s for kind in self.kinds]
+        return (
+            tuple(rate / by for rate, by in zip(rates, slow, strict=True)),
+            tuple(move / by for move, by in zip(moves, slow, strict=True)),
+        )
 
     @property
     def symbols(self) -> dict[str, int]:
@@ -124,8 +136,8 @@ class _Pricing:
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
         self.width = COMPUTE_BYTES[setting.precision]
+        self.kept = {*kept(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}
-        self.cuts: dict[int, int] = {}
         self.steps: list[OpenStep] = []
         self.operators: list[int] = []
         self.picks: list[tuple[Pick, ...]] = []
@@ -141,11 +153,12 @@ class _Pricing:
         given = {self.values[t.name]: number_of(self.takes if on_stream(t) else IDENTITY) for t in self.graph.inputs}
         wanted = {self.values[name]: frontier.WHOLE for name in self.graph.outputs}
         names = tuple(self.values)
+        cuts = {place: cut for place in self.units if (cut := self.cut(*place)) is not None}
         template = Template(
             members=self.setting.members,
             steps=tuple(self.steps),
             tolls=tuple({} if name in self.parameters else self.tolls(self.tensors[name]) for name in names),
-            cuts=tuple(self.cuts),
+            cuts=tuple(sorted({*cuts.values()})),
             given=given,
             wanted=wanted,
         )
@@ -155,7 +168,7 @@ class _Pricing:
             operators=tuple(self.operators),
             picks=tuple(self.picks),
             units=self.units,
-            cuts={place: cut for place in self.units if (cut := self.cut(*place)) is not None},
+            cuts=cuts,
             shapes=self.shapes,
         )
 
@@ -182,7 +195,10 @@ class _Pricing:
             ]
             lines = tuple(((0.0, s) if form.kind == "G" else (s, 0.0),) for s in seconds)
             nothing: tuple[Lines, ...] = ((),) * len(seconds)
-            ways.append(OpenWay((), number_of(form), cut, (nothing, nothing, lines), None, once_s))
+            parts = static_parts(*((elements, 0) if spec.trainable else (0, elements)), 1.0, self.setting.precision)
+            size = sum(parts.values()) - parts["workspace"]
+            held = (0.0, size) if form.kind == "G" else (size, 0.0)
+            ways.append(OpenWay((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(Pick())
         self._step((), spec.name, ways, picks, -1)
 
@@ -192,11 +208,12 @@ class _Pricing:
         present = [index for index, name in enumerate(operator.inputs) if name]
         whole = (0,) * len(present)
         plain = self.passes(operator, labelled, "")
-        ways = [OpenWay(whole, frontier.WHOLE, WHOLE_CUT, plain)]
+        size = self.held_bytes(operator.outputs[0])
+        ways = [OpenWay(whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
         picks = [Pick()]
         for number, sums in enumerate(labelled.linear):
             needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
-            ways.append(OpenWay(needs, frontier.PARTIAL, WHOLE_CUT, plain))
+            ways.append(OpenWay(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
             picks.append(Pick(linear=number))
         for label, cut in self.labels(operator, labelled).items():
             passes = self.passes(operator, labelled, label)
@@ -207,14 +224,14 @@ class _Pricing:
                 frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
             )
             if not partial:
-                ways.append(OpenWay(needs, gives, cut, passes))
+                ways.append(OpenWay(needs, gives, cut, passes, held=(0.0, size)))
                 picks.append(Pick(label))
             elif not once:
-                ways.append(OpenWay(needs, frontier.PARTIAL, cut, passes))
+                ways.append(OpenWay(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0)))
                 picks.append(Pick(label))
             else:
                 for form, toll in self.settlements(operator, labelled, once):
-                    ways.append(OpenWay(needs, number_of(form), cut, passes, toll))
+                    ways.append(OpenWay(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
                     picks.append(Pick(label, settle=form))
         self._step(tuple(operator.inputs[index] for index in present), operator.outputs[0], ways, picks, place)
 
@@ -248,19 +265,28 @@ class _Pricing:
         """Every conversion of a value, with what its backward does."""
         cuts = {dim: cut for dim in range(len(tensor.shape)) if (cut := self.cut(tensor.name, dim)) is not None}
         size = float(element_count(tensor.shape, self.setting.symbols) * self.width)
+        kept = self.held_bytes(tensor.name)
         found: dict[tuple[int, int], Toll] = {}
         for dim, cut in cuts.items():
             along = frontier.split_along(dim)
             slow = max(
                 2 * size / kind.memory_bandwidth_bytes_per_s + 2 * kind.overhead_s for kind in self.setting.kinds
             )
-            found[frontier.WHOLE, along] = Toll((slow, 0.0), cut, meets=False)
+            found[frontier.WHOLE, along] = Toll((slow, 0.0), cut, meets=False, held=(0.0, kept))
             if tensor.role == "activation":
-                found[along, frontier.WHOLE] = Toll(self.line("all_gather", size), cut)
-                found[frontier.PARTIAL, along] = Toll(self.line("reduce_scatter", size), cut)
+                found[along, frontier.WHOLE] = Toll(self.line("all_gather", size), cut, held=(kept, 0.0))
+                found[frontier.PARTIAL, along] = Toll(self.line("reduce_scatter", size), cut, held=(0.0, kept))
         if tensor.role == "activation":
-            found[frontier.PARTIAL, frontier.WHOLE] = Toll((self.there_and_back("all_reduce", size), 0.0))
+            found[frontier.PARTIAL, frontier.WHOLE] = Toll(
+                (self.there_and_back("all_reduce", size), 0.0), held=(kept, 0.0)
+            )
         return found
+
+    def held_bytes(self, name: str) -> float:
+        """What stays of a value for the backward; a layer's result is kept by the next one."""
+        if name not in self.kept:
+            return 0.0
+        return float(element_count(self.shapes[name], self.setting.symbols) * self.width)
 
     def line(self, kind: str, size: float) -> Line:
         """A padded collective, forward and backward, as a line in n x the largest fraction."""
@@ -328,13 +354,11 @@ class _Pricing:
         )
 
     def cut(self, name: str, dim: int) -> int | None:
-        """The number of the cut of a dimension; None where it cannot be split among these devices."""
+        """The units of a dimension here; None where it cannot be split among these devices."""
         if (name, dim) not in self.units:
             return None
         units = self.units[name, dim] or self.setting.symbols[str(self.shapes[name][dim])]
-        if units < len(self.setting.kinds):
-            return None
-        return self.cuts.setdefault(units, len(self.cuts))
+        return units if units >= len(self.setting.kinds) else None
 
     def _step(self, inputs: tuple[str, ...], output: str, ways: list[OpenWay], picks: list[Pick], place: int) -> None:
         self.steps.append(OpenStep(tuple(self.values[name] for name in inputs), self.number(output), tuple(ways)))

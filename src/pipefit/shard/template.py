@@ -7,7 +7,7 @@ fractions put in it is a problem for `frontier`; with a solution put in it is a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipefit.layout import split
@@ -20,7 +20,7 @@ Lines = tuple[Line, ...]
 """The largest of them counts; none is 0 s."""
 
 WHOLE_CUT = -1
-"""The cut of what is not split."""
+"""The cut of what is not split. Every other cut is a number of units, the same in all layers; 0 is any fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Toll:
     cut: int = WHOLE_CUT
     meets: bool = True
     "Whether devices wait for each other; a local slice does not."
+    held: Line = (0.0, 0.0)
+    "Bytes that the result takes, in the fraction of its cut."
 
     def seconds(self, fractions: Fractions) -> float:
         return self.line[0] + self.line[1] * fractions.padding[self.cut]
@@ -75,6 +77,8 @@ class OpenWay:
     "A reduction that is part of it."
     once_s: float = 0.0
     "Once an iteration, as its part of a microbatch."
+    held: Line = (0.0, 0.0)
+    "Bytes that stay on a device: a parameter with gradient and state, or what the backward needs."
 
     def forward_s(self, fractions: Fractions, kind: int) -> float:
         return self._pass_s(0, fractions, kind)
@@ -112,22 +116,16 @@ class Template:
     tolls: tuple[Mapping[tuple[int, int], Toll], ...]
     "Of every value: (from form, to form)."
     cuts: tuple[int, ...]
-    "Units of every cut: in so many parts it can be split; 0 is any fraction."
     given: Mapping[int, int]
     wanted: Mapping[int, int]
 
-    def fractions(self, shares: Sequence[int]) -> Fractions:
-        """What the devices hold of every cut after rounding: cut as the runtime cuts it, in whole units."""
-        held = {}
-        for number, units in enumerate(self.cuts):
-            if units:
-                held[number] = [(stop - start) / units for start, stop in split(units, shares)]
-            else:
-                held[number] = [share / sum(shares) for share in shares]
-        return _fractions(held, self.members)
+    def at(self, fractions: Fractions, byte_price_s: float = 0.0) -> tuple[Problem, tuple[tuple[int, ...], ...]]:
+        """The problem for these fractions, and for every step the numbers of the ways that are possible with them.
+        `byte_price_s` makes every byte that stays cost so many seconds, where memory is scarce."""
 
-    def at(self, fractions: Fractions) -> tuple[Problem, tuple[tuple[int, ...], ...]]:
-        """The problem for these fractions, and for every step the numbers of the ways that are possible with them."""
+        def held_s(one: OpenWay | Toll) -> float:
+            return byte_price_s * (one.held[0] + one.held[1] * max(fractions.worst[one.cut])) if byte_price_s else 0.0
+
         steps, numbers = [], []
         for step in self.steps:
             able = tuple(
@@ -136,7 +134,7 @@ class Template:
                 if way.cut in fractions.worst and (way.toll is None or way.toll.cut in fractions.worst)
             )
             ways = [step.ways[number] for number in able]
-            costs = [way.cost_s(fractions, self.members.kinds) for way in ways]
+            costs = [way.cost_s(fractions, self.members.kinds) + held_s(way) for way in ways]
             steps.append(
                 Step(
                     step.inputs,
@@ -146,7 +144,11 @@ class Template:
             )
             numbers.append(able)
         conversions: list[Conversions] = [
-            {move: toll.seconds(fractions) for move, toll in tolls.items() if toll.cut in fractions.worst}
+            {
+                move: toll.seconds(fractions) + held_s(toll)
+                for move, toll in tolls.items()
+                if toll.cut in fractions.worst
+            }
             for tolls in self.tolls
         ]
         problem = Problem(steps=tuple(steps), conversions=tuple(conversions), given=self.given, wanted=self.wanted)
@@ -187,9 +189,13 @@ class Chosen:
             meet(self.template.tolls[value][source, target])
         return [*found, Stretch(tuple(tolls), tuple(ways))]
 
-    def cost_s(self, fractions: Fractions) -> float:
-        """Seconds with devices in step at collectives only: between two of them each goes at its own pace."""
-        return sum(stretch.cost_s(fractions, self.template.members.kinds) for stretch in self.stretches())
+    def parts(self) -> list[OpenWay | Toll]:
+        """The ways and the conversions that were chosen."""
+        ways: list[OpenWay | Toll] = [
+            step.ways[number] for step, number in zip(self.template.steps, self.ways, strict=True)
+        ]
+        moves = [move for each in (*self.before, self.after) for move in each]
+        return [*ways, *(self.template.tolls[value][source, target] for value, source, target in moves)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +218,19 @@ def chosen(template: Template, numbers: Sequence[Sequence[int]], solution: Solut
     return Chosen(template, ways, solution.before, solution.after)
 
 
-def straight(weights: Sequence[float], members: Members, cuts: int) -> Fractions:
-    """Fractions without rounding: every cut is held in proportion to `weights`, one for each position."""
-    total = sum(weights)
-    return _fractions({number: [weight / total for weight in weights] for number in range(cuts)}, members)
-
-
-def _fractions(held: Mapping[int, Sequence[float]], members: Members) -> Fractions:
+def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: Members) -> Fractions:
+    """What the devices hold of these cuts: whole units, as the runtime cuts them; shares are whole numbers then."""
     worst: dict[int, tuple[float, ...]] = {WHOLE_CUT: (1.0,) * members.kinds}
     padding = {WHOLE_CUT: 1.0}
-    for number, each in held.items():
-        if min(each) <= 0:
-            continue
-        worst[number] = tuple(
-            max(part for part, kind in zip(each, members.kind, strict=True) if kind == number_)
-            for number_ in range(members.kinds)
-        )
-        padding[number] = len(each) * max(each)
+    for units in cuts:
+        if units:
+            each = [(stop - start) / units for start, stop in split(units, [int(share) for share in shares])]
+        else:
+            each = [share / sum(shares) for share in shares]
+        if min(each) > 0:
+            worst[units] = tuple(
+                max(part for part, kind in zip(each, members.kind, strict=True) if kind == number)
+                for number in range(members.kinds)
+            )
+            padding[units] = len(each) * max(each)
     return Fractions(worst, padding)

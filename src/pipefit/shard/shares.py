@@ -1,0 +1,202 @@
+"""Shares of the devices for a fixed program, by linear program (HiGHS), and their rounding to whole units.
+
+One variable for the fraction of every kind of device, one for the time of every stretch between two collectives,
+forward and backward: a stretch takes what its slowest device takes, with all that is computed whole in it (reference:
+HAP's load balancer, whose rows were one an operator and without constants). Rows for memory bound the fractions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from pipefit.layout import split
+from pipefit.shard.template import WHOLE_CUT, Chosen, Lines, Members, OpenWay, Stretch, held_fractions
+
+Weights = tuple[float, ...]
+"""One for each position of the shard axis, adding up to 1."""
+
+LEAST_UNITS = 0.6
+"""Of its smallest cut that a device gets before rounding, so that rounding leaves it one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory of one kind of device: bytes = first + second x fraction, up to a limit."""
+
+    whole_bytes: float
+    split_bytes: float
+    limit_bytes: float
+
+
+def best_weights(
+    stretches: Sequence[tuple[Stretch, int]], members: Members, least: float, rooms: Sequence[Room] = ()
+) -> Weights | None:
+    """The fractions with which these stretches (each so many times) take least; None where memory allows none.
+
+    Devices of one kind get equal fractions: costs depend on the largest of a kind only. `least` is the smallest
+    fraction that is allowed.
+    """
+    program = _Program(members, least)
+    for room, fraction in zip(rooms, program.fraction, strict=False):
+        program.row({fraction: room.split_bytes / room.limit_bytes}, 1.0 - room.whole_bytes / room.limit_bytes)
+    for stretch, times in stretches:
+        program.stretch(stretch, float(times))
+    found = program.solve()
+    return None if found is None else tuple(found[kind] for kind in members.kind)
+
+
+class _Program:
+    """Rows `terms <= bound` over variables that are not negative."""
+
+    def __init__(self, members: Members, least: float) -> None:
+        self.members = members
+        self.costs: list[float] = []
+        self.rows: list[tuple[dict[int, float], float]] = []
+        self.fraction = [self.variable() for _ in range(members.kinds)]
+        self.widest = self.variable()
+        for fraction in self.fraction:
+            self.row({fraction: -1.0}, -least)
+            self.row({fraction: float(len(members.kind)), self.widest: -1.0}, 0.0)
+
+    def variable(self, cost: float = 0.0) -> int:
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def row(self, terms: dict[int, float], bound: float) -> None:
+        self.rows.append((terms, bound))
+
+    def stretch(self, stretch: Stretch, times: float) -> None:
+        """The time of a stretch, forward and backward, and its collectives."""
+        for toll in stretch.tolls:
+            if toll.cut != WHOLE_CUT:
+                self.costs[self.widest] += times * toll.line[1]
+        for passes in ((0,), (1, 2)):
+            whole = self.variable(times)
+            for kind, fraction in enumerate(self.fraction):
+                terms, constant = {whole: -1.0}, 0.0
+                for lines, cut in _lines(stretch.ways, passes, kind):
+                    constant += self._add(lines, cut, fraction, terms)
+                self.row(terms, -constant)
+
+    def _add(self, lines: Lines, cut: int, fraction: int, terms: dict[int, float]) -> float:
+        """Add one operator's pass to a row; what of it is constant is returned."""
+        if not lines:
+            return 0.0
+        if cut == WHOLE_CUT:
+            return max(first + second for first, second in lines)
+        if len(lines) == 1:
+            terms[fraction] = terms.get(fraction, 0.0) + lines[0][1]
+            return lines[0][0]
+        taken = self.variable()
+        for first, second in lines:
+            self.row({fraction: second, taken: -1.0}, -first)
+        terms[taken] = 1.0
+        return 0.0
+
+    def solve(self) -> Sequence[float] | None:
+        """The fractions of the kinds."""
+        import numpy as np
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_array
+
+        entries = [(place, *term) for place, (terms, _) in enumerate(self.rows) for term in terms.items()]
+        places, variables, factors = zip(*entries, strict=True)
+        scale = max(*self.costs, 1e-12)  # seconds are small against HiGHS's tolerances
+        matrix = csr_array((factors, (places, variables)), shape=(len(self.rows), len(self.costs)))
+        total = np.zeros((1, len(self.costs)))
+        total[0, self.fraction] = self.members.counts
+        result: Any = linprog(
+            np.array(self.costs) / scale,
+            A_ub=matrix,
+            b_ub=np.array([bound for _, bound in self.rows]),
+            A_eq=total,
+            b_eq=[1.0],
+            method="highs",
+        )
+        return None if result.x is None else [float(result.x[fraction]) for fraction in self.fraction]
+
+
+def _lines(ways: Sequence[OpenWay], passes: Sequence[int], kind: int) -> Iterator[tuple[Lines, int]]:
+    for way in ways:
+        for number in passes if way.passes else ():
+            yield way.passes[number][kind], way.cut
+
+
+def stretches_of(chain: Sequence[Chosen]) -> list[tuple[Stretch, int]]:
+    """The stretches of layers one after the other, equal ones together: one that ends a layer goes on in the next,
+    unless that begins with a collective."""
+    known: dict[int, list[Stretch]] = {}
+    pieces: list[list[tuple[int, int]]] = []
+    for chosen in chain:
+        each = known.setdefault(id(chosen), [])
+        each.extend(chosen.stretches() if not each else ())
+        for place, stretch in enumerate(each):
+            if pieces and not any(toll.meets for toll in stretch.tolls):
+                pieces[-1].append((id(chosen), place))
+            else:
+                pieces.append([(id(chosen), place)])
+    found = []
+    for piece, times in Counter(map(tuple, pieces)).items():
+        parts = [known[owner][place] for owner, place in piece]
+        tolls = tuple(toll for part in parts for toll in part.tolls)
+        found.append((Stretch(tolls, tuple(way for part in parts for way in part.ways)), times))
+    return found
+
+
+def cost_s(stretches: Sequence[tuple[Stretch, int]], members: Members, shares: Sequence[int]) -> float | None:
+    """Seconds of a microbatch after rounding, with its part of what comes once an iteration: devices wait for each
+    other at collectives only. None where the shares leave a device without a unit of what is split."""
+    cuts = cuts_of(stretches)
+    fractions = held_fractions(cuts, shares, members)
+    if any(cut not in fractions.worst for cut in cuts):
+        return None
+    return sum(times * stretch.cost_s(fractions, members.kinds) for stretch, times in stretches)
+
+
+def cuts_of(stretches: Sequence[tuple[Stretch, int]]) -> list[int]:
+    """The cuts that occur, coarsest first."""
+    found = {way.cut for stretch, _ in stretches for way in stretch.ways}
+    found |= {toll.cut for stretch, _ in stretches for toll in stretch.tolls}
+    return sorted(found - {WHOLE_CUT})
+
+
+def held_bytes(chain: Sequence[Chosen], shares: Sequence[float]) -> tuple[float, ...]:
+    """What stays on the fullest device of every kind, for one microbatch: parameters with gradients and state, and
+    what the backward needs of every layer, without what only passes."""
+    members = chain[0].template.members
+    totals = [0.0] * members.kinds
+    for chosen in chain:
+        fractions = held_fractions(chosen.template.cuts, shares, members)
+        for one in chosen.parts():
+            for kind in range(members.kinds):
+                totals[kind] += one.held[0] + one.held[1] * fractions.worst[one.cut][kind]
+    return tuple(totals)
+
+
+def rooms(chain: Sequence[Chosen], limits: Sequence[float]) -> tuple[Room, ...]:
+    """The memory of every kind of device as a line in its fraction; `limits` are what is free for it."""
+    whole = sum(one.held[0] for chosen in chain for one in chosen.parts())
+    split_ = sum(one.held[1] for chosen in chain for one in chosen.parts())
+    return tuple(Room(whole, split_, limit) for limit in limits)
+
+
+def least_fraction(cuts: Sequence[int]) -> float:
+    """The smallest fraction that rounding to the coarsest of these cuts leaves a unit."""
+    units = [cut for cut in cuts if cut > 0]
+    return LEAST_UNITS / min(units) if units else 0.0
+
+
+def rounded(weights: Weights, units: Sequence[int]) -> list[tuple[int, ...]]:
+    """Whole shares near these weights: by the units of every cut, and finer; every device has one at least."""
+    exact = [round(weight * 1e9) for weight in weights]
+    found: dict[tuple[int, ...], None] = {}
+    for total in sorted({*(unit for unit in units if unit <= 4096), 16, 60, 100, 1000}):
+        if total >= len(weights):
+            counts = [max(1, stop - start) for start, stop in split(total, exact)]
+            common = gcd(*counts)
+            found[tuple(count // common for count in counts)] = None
+    return list(found)

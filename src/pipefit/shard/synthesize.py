@@ -1,0 +1,186 @@
+"""Programs and shares together: each is the best for the other, from several starts (HAP's alternation, repaired).
+
+The search finds a program for given shares, the linear program shares for a given program. Going back and forth ends
+where neither improves, which need not be the joint optimum: so it is done from shares between even and proportional to
+speed. A program, its shares and their cost are one record and never mixed. Costs are those after rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Generic, TypeVar
+
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.errors import PlanError
+from pipefit.model.graph import Layer
+from pipefit.shard.chain import Chains, Link
+from pipefit.shard.shares import (
+    Weights,
+    best_weights,
+    cost_s,
+    cuts_of,
+    held_bytes,
+    least_fraction,
+    rooms,
+    rounded,
+    stretches_of,
+)
+from pipefit.units import format_bytes
+
+Program = TypeVar("Program")
+Shares = TypeVar("Shares")
+
+ROUNDS = 12
+"""Of going back and forth from one start, at most; three are usual."""
+
+PRICES = 24
+"""How often the price of a byte is doubled until a program fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Generic[Program, Shares]):
+    """A program, the shares it is to be run with, and what both together cost."""
+
+    program: Program
+    shares: Shares
+    cost_s: float
+
+
+def alternate(
+    starts: Iterable[Shares],
+    search: Callable[[Shares], Program | None],
+    improve: Callable[[Program], Iterable[Shares]],
+    cost: Callable[[Program, Shares], float | None],
+) -> Record[Program, Shares] | None:
+    """The best record from all starts; None where no start has a program.
+
+    `search` gives a program for shares, `improve` shares to try for a program, `cost` None where they do not go
+    together.
+    """
+    best: Record[Program, Shares] | None = None
+    for shares in starts:
+        last: float | None = None
+        for _ in range(ROUNDS):
+            program = search(shares)
+            if program is None:
+                break
+            tried = [(cost(program, each), each) for each in (shares, *improve(program))]
+            able = [Record(program, each, seconds) for seconds, each in tried if seconds is not None]
+            if not able:
+                break
+            found = min(able, key=lambda record: record.cost_s)
+            if best is None or found.cost_s < best.cost_s:
+                best = found
+            if last is not None and found.cost_s >= last * (1 - 1e-9):
+                break
+            last, shares = found.cost_s, found.shares
+    return best
+
+
+def starts(*speeds: Sequence[float]) -> list[Weights]:
+    """Shares to start from: even, proportional to each of these speeds, and half and thirds of the way between them."""
+    count = len(speeds[0])
+    corners = [tuple(speed / sum(each) for speed in each) for each in (*speeds, (1.0,) * count)]
+    found: dict[Weights, None] = {}
+    for mixed in (each for size in (1, 2, 3) for each in combinations(corners, size)):
+        found[tuple(round(sum(column) / len(mixed), 12) for column in zip(*mixed, strict=True))] = None
+    return list(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthesized:
+    """A program for a chain of layers."""
+
+    links: tuple[Link, ...]
+    shares: tuple[int, ...]
+    cost_s: float
+    "Of a microbatch, forward and backward, with its part of what comes once an iteration."
+    held_bytes: tuple[float, ...]
+    "What stays on the fullest device of every kind."
+
+
+def synthesize(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized:
+    """The cheapest program of consecutive layers, with these shares or with the best ones.
+
+    Raises PlanError where there is no program, or none that fits in memory.
+    """
+    chains.byte_price_s = 0.0
+    price = 0.0
+    for _ in range(PRICES):
+        record = _alternated(chains, layers, shares)
+        if record is None:
+            break
+        found = _finish(record)
+        if fits(chains, found.held_bytes):
+            return found
+        if not price:
+            price = record.cost_s / max(found.held_bytes) / 1024
+        chains.byte_price_s, price = price, 2 * price
+    raise _none(chains, shares)
+
+
+def limits(chains: Chains) -> tuple[float, ...]:
+    """Bytes of every kind of device that a program may fill."""
+    return tuple(float(kind.memory_bytes) - WORKSPACE_BYTES for kind in chains.setting.distinct)
+
+
+def fits(chains: Chains, held: Sequence[float]) -> bool:
+    """Whether what stays leaves no device short."""
+    return all(size <= limit for size, limit in zip(held, limits(chains), strict=True))
+
+
+def _alternated(
+    chains: Chains, layers: Sequence[Layer], shares: Sequence[int]
+) -> Record[tuple[Link, ...], tuple[int, ...]] | None:
+    members = chains.setting.members
+
+    def search(given: tuple[int, ...]) -> tuple[Link, ...] | None:
+        try:
+            return chains.search(layers, given)
+        except PlanError:
+            return None
+
+    def improve(links: tuple[Link, ...]) -> list[tuple[int, ...]]:
+        if shares:
+            return []
+        chain = [link.choice for link in links]
+        stretches = stretches_of(chain)
+        cuts = cuts_of(stretches)
+        weights = best_weights(stretches, members, least_fraction(cuts), rooms(chain, limits(chains)))
+        weights = weights or best_weights(stretches, members, least_fraction(cuts))
+        return [] if weights is None else rounded(weights, cuts)
+
+    def cost(links: tuple[Link, ...], given: tuple[int, ...]) -> float | None:
+        chain = [link.choice for link in links]
+        seconds = cost_s(stretches_of(chain), members, given)
+        if seconds is None:
+            return None
+        over = [
+            max(0.0, held / limit - 1) for held, limit in zip(held_bytes(chain, given), limits(chains), strict=True)
+        ]
+        return seconds * (1 + 1e3 * max(over))
+
+    first = [tuple(shares)] if shares else [rounded(weights, [])[-1] for weights in starts(*chains.setting.speeds)]
+    return alternate(first, search, improve, cost)
+
+
+def _finish(record: Record[tuple[Link, ...], tuple[int, ...]]) -> Synthesized:
+    chain = [link.choice for link in record.program]
+    return Synthesized(
+        links=record.program,
+        shares=record.shares,
+        cost_s=record.cost_s,
+        held_bytes=held_bytes(chain, record.shares),
+    )
+
+
+def _none(chains: Chains, shares: Sequence[int]) -> PlanError:
+    sizes = ", ".join(f"{kind.name} {format_bytes(kind.memory_bytes)}" for kind in chains.setting.distinct)
+    return PlanError(
+        "No program of these layers fits in the memory of these devices.",
+        where="shard program",
+        seen=f"{len(chains.setting.kinds)} devices: {sizes}",
+        next_step="take more devices, fewer rows in a microbatch, or other shares" if shares else "take more devices",
+    )
