@@ -62,7 +62,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 """Shorter profiles of large labs, where all of it takes many minutes: smaller microbatches (beyond, curves are drawn
 out), fewer sizes of messages, and of 15 rounds of pairs 6, the other links being predicted."""
 
-LIMITS = (1.0, 1.5, 1.2, 0.8, 0.65, 0.5)
+LIMITS = {"tight": (1.0, 1.5, 1.2, 0.8, 0.65, 0.5), "half-2.5-32": (1.0, 0.8)}
 """Where memory is scarce, plans are asked for under these multiples of the cluster's limits. The first is the one that
 is compared with the baseline."""
 
@@ -97,7 +97,7 @@ def measure(name: str, model: Model, arguments: argparse.Namespace) -> dict[str,
         cluster = work.profile(model, JOB.sequence, arguments.quick, PROFILES.get(name, {}))
         job = replace(JOB, batch=8) if arguments.quick else JOB
         facts = work.facts(model, cluster) if scarce(cluster) else None
-        clusters = limited(cluster, LIMITS if facts else LIMITS[:1])
+        clusters = limited(cluster, LIMITS.get(name, (1.0,)))
         ours = work.plans(lambda: [recommended(model, each, job, facts) for each in clusters])
         tried = list(baseline(cluster, model, job, ("none", "full") if facts else ("none",)))
         if facts:
