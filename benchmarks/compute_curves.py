@@ -1,7 +1,8 @@
 """How well do curves through fewer than 40 points predict points that were not measured for them?
 
 For every distinct layer of some models: measure the points of a profile and, interleaved with them in the same
-shuffled rounds, random points that the fit never sees (other rows, lengths and contexts); fit; compare. The times are
+shuffled rounds, random points that the fit never sees (other rows, lengths and contexts, which come in other numbers of
+earlier slices); fit; compare. Slices with a context are also told by themselves. The times are
 those of `pipefit profile` with one process: forward, fused backward, input and weight gradient apart. Where all layers
 of a model are measured, the sum of their curves is also compared with the whole model run as one stage.
 
@@ -38,6 +39,9 @@ from provenance import provenance, write_result
 SHORT_S = 100e-6
 """Errors of shorter actions are given as shares of this: they hardly count, and a share of a microsecond is noise."""
 
+MOST_EARLIER = 8
+"""Slices before one that is measured as an unseen point."""
+
 WHOLE = (Point(1, 256), Point(2, 256), Point(4, 256), Point(8, 96), Point(5, 160))
 """Where a whole model is compared with the sum of its layers."""
 
@@ -53,7 +57,8 @@ def unseen_points(subject: Subject, count: int, sequence: int, tokens: int, seed
         length = draw.randint(SMALLEST, sequence)
         rows = draw.randint(1, max(1, tokens // length))
         past = draw.randint(1, sequence - length) if attention and length < sequence and draw.random() < 0.5 else 0
-        points.append(Point(rows, length, past))
+        earlier = min(draw.randint(1, MOST_EARLIER), max(1, past // SMALLEST))
+        points.append(Point(rows, length, past, earlier))
     return points
 
 
@@ -110,7 +115,7 @@ def whole_models(
             each = [layer_times(curve, *sample.point) for curve in own if curve is not None]
             predicted = {a: sum(getattr(t, field) for t in each) + costs.get(a, 0.0) for a, field in FIELDS.items()}
             measured, spread = typical(sample.visits)
-            where = {"rows": sample.point.rows, "tokens": sample.point.tokens, "past": 0}
+            where = {"rows": sample.point.rows, "tokens": sample.point.tokens, "past": 0, "earlier": 1}
             points.append(where | {"measured_s": measured, "spread": spread, "predicted_s": predicted})
         record = {"model": source, "unseen": points}
         records.append(record | {"errors": {a: describe(errors(record, a)) for a in (*FIELDS, "F+B")}})
@@ -127,6 +132,7 @@ def compare(subject: Subject, curve: LayerCurve, hidden: Sequence[Samples], cost
                 "rows": sample.point.rows,
                 "tokens": sample.point.tokens,
                 "past": sample.point.past,
+                "earlier": sample.point.earlier,
                 "measured_s": measured,
                 "spread": spread,
                 "predicted_s": {a: getattr(predicted, field) + costs.get(a, 0.0) for a, field in FIELDS.items()},
@@ -139,13 +145,20 @@ def compare(subject: Subject, curve: LayerCurve, hidden: Sequence[Samples], cost
         "fit_error": curve.fit_error,
         "unseen": points,
     }
-    return record | {"errors": {action: describe(errors(record, action)) for action in (*FIELDS, "F+B")}}
+    actions = (*FIELDS, "F+B")
+    record |= {"errors": {action: describe(errors(record, action)) for action in actions}}
+    if any(point["past"] for point in points):
+        record["with_context"] = {action: describe(errors(record, action, context=True)) for action in actions}
+    return record
 
 
-def errors(record: dict[str, Any], action: str) -> list[float]:
-    """Errors at the unseen points: relative where the action takes at least `SHORT_S`, else relative to `SHORT_S`."""
+def errors(record: dict[str, Any], action: str, context: bool = False) -> list[float]:
+    """Errors at the unseen points, or at those with a context: relative where the action takes at least `SHORT_S`, else
+    relative to `SHORT_S`."""
     found = []
     for point in record["unseen"]:
+        if context and not point["past"]:
+            continue
         predicted, measured = (
             sum(point[side][name] for name in action.split("+")) for side in ("predicted_s", "measured_s")
         )
@@ -192,6 +205,8 @@ def main() -> None:
     start = time.monotonic()
     layers, models = measure(arguments, subjects, device)
     total = [error for layer in layers for action in FIELDS for error in errors(layer, action)]
+    attending = [layer for layer in layers if "with_context" in layer]
+    sliced = {action: [e for each in attending for e in errors(each, action, context=True)] for action in FIELDS}
     result = {
         "provenance": provenance(),
         "device": device.type,
@@ -201,12 +216,16 @@ def main() -> None:
         "seconds": round(time.monotonic() - start, 1),
         "error": f"(predicted - measured) / measured, or / {SHORT_S * 1e6:.0f} us for shorter actions",
         "overall": describe(total),
+        "with_context": {action: describe(each) for action, each in sliced.items()},
         "layers": layers,
         "whole_models": models,
     }
     for layer in layers:
         by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in layer["errors"].items())
         print(f"{layer['layer']:24} {layer['measured_points']:2} points  {by_action}")
+    for layer in attending:
+        by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in layer["with_context"].items())
+        print(f"{layer['layer']:24} slices     {by_action}")
     for record in models:
         by_action = "  ".join(f"{a} {e['mean']:5.1%} (max {e['max']:5.1%})" for a, e in record["errors"].items())
         print(f"all of {record['model']:17} as a stage  {by_action}")

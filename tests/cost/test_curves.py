@@ -23,7 +23,7 @@ from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.fit import fit_action, fit_layer
 from pipefit.profile.points import MOST_POINTS, Point, first_points, refined
 
-Truth = Callable[[int, int, int], float]
+Truth = Callable[..., float]
 
 
 def layer_graph(prefix: str = "", width: int = 8, source: str = "") -> Graph:
@@ -56,7 +56,7 @@ def layer_graph(prefix: str = "", width: int = 8, source: str = "") -> Graph:
     )
 
 
-def smooth_knee(rows: int, tokens: int, past: int) -> float:
+def smooth_knee(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
     """A GPU: flat, then linear, rounded at the knee; attention in tiles of 32 queries by 64 keys."""
     count = rows * tokens
     linear = (1.4e-3**4 + (2.6e-6 * count) ** 4) ** 0.25
@@ -64,7 +64,7 @@ def smooth_knee(rows: int, tokens: int, past: int) -> float:
     return float(linear + rows * queries * keys * 4e-10 + (2e-5 if past else 0.0))
 
 
-def cache_steps(rows: int, tokens: int, past: int) -> float:
+def cache_steps(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
     """A CPU: a smooth growth of the cost of a token as it leaves the caches; the mask's rectangle with context."""
     count = rows * tokens
     linear = 5e-5 + count * 8e-6 * (1 + 0.25 * count / (count + 700))
@@ -72,7 +72,7 @@ def cache_steps(rows: int, tokens: int, past: int) -> float:
     return float(linear + rows * scores * 1.1e-8 + tokens * (past + tokens) * 2e-9 * (past > 0))
 
 
-def no_attention(rows: int, tokens: int, past: int) -> float:
+def no_attention(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
     count = rows * tokens
     return 3e-5 + 4e-7 * count + 1e-5 * np.log1p(count / 50)
 
@@ -146,6 +146,34 @@ def test_points_are_fewer_than_forty_for_any_size() -> None:
         points += refined(points, [smooth_knee(*point) for point in points], sequence)
         assert len(points) < 40
         assert all(p.rows >= 1 and p.tokens >= 1 and p.past + p.tokens <= sequence for p in points)
+
+
+def chunked(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
+    """A kernel that is called once for every earlier slice, and merges its result into the others'."""
+    count = earlier if past else 0
+    return 4e-5 + 4e-6 * rows * tokens * (1 + count / 20) + 1e-8 * rows * tokens * (past + tokens / 2) + 3e-5 * count
+
+
+def test_the_number_of_earlier_slices_is_told_from_their_tokens() -> None:
+    points, seconds = measured_points(chunked, attention=True)
+    curve = fit_action(points, seconds, attention=True)
+    for rows, tokens, past, earlier in ((1, 100, 700, 7), (3, 100, 700, 7), (1, 200, 800, 16), (2, 64, 900, 2)):
+        predicted = curves.action_time_s(curve, rows, tokens, past, earlier)
+        assert predicted == pytest.approx(chunked(rows, tokens, past, earlier), rel=0.03)
+    unsaid = curves.action_time_s(curve, 1, 100, 700)
+    assert unsaid == curves.action_time_s(curve, 1, 100, 700, 7) > 1.2 * curves.action_time_s(curve, 1, 100, 700, 1)
+
+
+def test_many_sizes_at_once_cost_what_they_cost_one_by_one() -> None:
+    curve = fit_action(*measured_points(cache_steps, attention=True), attention=True)
+    sizes = np.array([(1, 100, 0), (0, 100, 0), (2, 1000, 0), (8, 1024, 0), (1, 64, 960), (4, 30, 17)])
+    together = curves.action_times_s(curve, *sizes.T)
+    assert together.tolist() == [curves.action_time_s(curve, *size) for size in sizes.tolist()]
+
+
+def test_curves_of_before_earlier_slices_were_told_apart_still_hold() -> None:
+    old = ActionCurve(tokens=(10.0, 20.0), time_s=(1.0, 3.0), attention_s=(0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0))
+    assert curves.action_time_s(old, 1, 10, 40, 4) == pytest.approx(1.5)
 
 
 def test_beyond_the_last_knot_the_last_slope_goes_on_and_no_rows_are_free() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipefit.cost.curves import FEATURES
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.layer_phase import layer_curve, subjects_of
 from pipefit.profile.layers import (
@@ -105,6 +106,20 @@ def test_context_makes_attention_cost_more() -> None:
     assert long["F"] > 1.5 * short["F"] and long["B"] > 1.5 * short["B"]
 
 
+def test_a_context_in_many_slices_costs_more_than_in_one() -> None:
+    """Attention goes through earlier slices one by one; the profile's points say how many there were."""
+    bench = LayerBench(Subject(attention_layer(), "toy", "float32"), CPU)
+    samples = [Samples(0, Point(1, 16, 256, earlier)) for earlier in (1, 16)]
+    survey([bench], samples, 4, window_s=0.005)
+    one, many = (typical(sample.visits)[0] for sample in samples)
+    assert many["F"] > 1.3 * one["F"] and many["B"] > 1.3 * one["B"]
+
+
+def test_a_context_comes_in_slices_as_equal_as_they_can_be() -> None:
+    assert Point(2, 8, 24, 3).chunks == (8, 8, 8) and Point(2, 8, 25, 3).chunks == (8, 8, 9)
+    assert Point(1, 8, 2, 5).chunks == (1, 1) and Point(1, 8).chunks == ()
+
+
 def visit(*calls: tuple[float, float]) -> Visit:
     return dict.fromkeys(ACTIONS, calls)
 
@@ -176,7 +191,7 @@ def test_a_curve_of_a_real_layer_goes_through_its_points() -> None:
     curve = layer_curve(subject, samples, "cpu", costs, 1)
     assert len(curve.points) == len(samples) < 40
     assert curve.setting == "alone" and curve.actions["F"].time_s[-1] > curve.actions["F"].time_s[0]
-    assert len(curve.actions["F"].attention_s) == 7 and curve.fit_error < 1.0
+    assert len(curve.actions["F"].attention_s) == len(FEATURES) and curve.fit_error < 1.0
     assert layer_curve(subject, samples, "cpu", costs, 3, 1.5).setting == "together"
 
 

@@ -37,6 +37,8 @@ class LayerPoint:
     "Of one row, in this slice."
     past: int
     "Tokens of earlier slices."
+    earlier: int = 1
+    "Slices that `past` came in."
     time_s: Mapping[str, float]
     "By action."
     spread: Mapping[str, float]

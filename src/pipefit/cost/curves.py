@@ -1,7 +1,8 @@
 """Times from what `pipefit profile` measured: layers, links, collectives, the overhead of an action. Pure functions.
 
 A layer's time is a piecewise linear function of its tokens (with the knee of small sizes) plus attention, whose
-feature is length x (context + length / 2): a causal square costs half of a rectangle. `MeasuredCosts` puts measured
+feature is length x (context + length / 2): a causal square costs half of a rectangle. A context that came in several
+slices is attended to slice by slice, which costs once and for each query anew. `MeasuredCosts` puts measured
 curves where they exist behind the interface that the roofline has, and the roofline elsewhere; its notes say which.
 """
 
@@ -29,9 +30,13 @@ FEATURES = (
     "rows x length x context",
     "rows x length^2 / 2, with context",
     "length x (context + length), with context",
+    "earlier slices beyond the first",
+    "rows x length x earlier slices beyond the first",
 )
 """What attention costs beyond the tokens: the causal square of a whole sequence; and for a slice with context what it
-costs once, per query, per earlier key, per score on them and on its own keys, and for the mask that all rows share."""
+costs once, per query, per earlier key, per score on them and on its own keys, and for masks that all rows share; and
+what every further earlier slice costs once, and per query. Curves that were measured before the last two were told
+apart have no weights for them."""
 
 
 Floats = Sequence[float] | Array
@@ -48,38 +53,67 @@ class LayerTimes:
     "B, measured by itself: not always the sum of I and W."
 
 
-def attention_features(rows: Floats, tokens: Floats, past: Floats) -> Array:
-    """The features of points: an array [point, feature] in the order of `FEATURES`."""
+def attention_features(rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None) -> Array:
+    """The features of points: an array [point, feature] in the order of `FEATURES`.
+
+    `earlier` is how many slices `past` came in; None: as many as it has slices of this length.
+    """
     b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
     sliced = (p > 0).astype(np.float64)
+    count = np.round(p / np.maximum(t, 1)) if earlier is None else np.asarray(earlier, dtype=np.float64)
+    more = sliced * np.maximum(count - 1, 0)
     square = b * t * t / 2
-    columns = (square * (1 - sliced), sliced, b * t * sliced, b * p, b * t * p, square * sliced, sliced * t * (p + t))
+    columns = (
+        square * (1 - sliced),
+        sliced,
+        b * t * sliced,
+        b * p,
+        b * t * p,
+        square * sliced,
+        sliced * t * (p + t),
+        more,
+        b * t * more,
+    )
     return np.stack(columns, axis=-1)
 
 
-def action_time_s(curve: ActionCurve, rows: int, tokens: int, past: int = 0) -> float:
-    """Seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens. 0 rows cost nothing."""
-    if rows == 0 or tokens == 0:
-        return 0.0
-    time_s = along_knots(curve.tokens, curve.time_s, rows * tokens)
+def action_times_s(
+    curve: ActionCurve, rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None
+) -> Array:
+    """Seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens, arrays of one shape; 0 rows
+    cost nothing. `earlier`: see `attention_features`."""
+    b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
+    time_s = along_all_knots(curve.tokens, curve.time_s, b * t)
     if curve.attention_s:
-        time_s += float(attention_features([rows], [tokens], [past])[0] @ np.asarray(curve.attention_s))
-    return time_s
+        known = len(curve.attention_s)
+        time_s = time_s + attention_features(b, t, p, earlier)[..., :known] @ np.asarray(curve.attention_s)
+    return np.where(b * t > 0, time_s, 0.0)
+
+
+def action_time_s(curve: ActionCurve, rows: int, tokens: int, past: int = 0, earlier: int | None = None) -> float:
+    """`action_times_s` of one size."""
+    return float(action_times_s(curve, [rows], [tokens], [past], None if earlier is None else [earlier])[0])
+
+
+def along_all_knots(places: Sequence[float], values: Sequence[float], wanted: Array) -> Array:
+    """Linear interpolation; beyond the last knot the last slope goes on, below the first its value stays."""
+    inside = np.interp(wanted, places, values)
+    if len(places) == 1:
+        return np.where(wanted > places[-1], values[-1] * wanted / places[-1], inside)
+    slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+    return np.asarray(inside + slope * np.maximum(wanted - places[-1], 0.0))
 
 
 def along_knots(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """Linear interpolation; beyond the last knot the last slope goes on, below the first its value stays."""
-    if place <= places[-1]:
-        return float(np.interp(place, places, values))
-    if len(places) == 1:
-        return float(values[-1] * place / places[-1])
-    slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
-    return float(values[-1] + slope * (place - places[-1]))
+    """`along_all_knots` of one place."""
+    return float(along_all_knots(places, values, np.asarray([place], dtype=np.float64))[0])
 
 
-def layer_times(curve: LayerCurve, rows: int, tokens: int, past: int = 0) -> LayerTimes:
-    """Seconds of all actions of one measured layer."""
-    return LayerTimes(*(action_time_s(curve.actions[action], rows, tokens, past) for action in ("F", "I", "W", "B")))
+def layer_times(curve: LayerCurve, rows: int, tokens: int, past: int = 0, earlier: int | None = None) -> LayerTimes:
+    """Seconds of all actions of one measured layer. `earlier`: see `attention_features`."""
+    return LayerTimes(
+        *(action_time_s(curve.actions[action], rows, tokens, past, earlier) for action in ("F", "I", "W", "B"))
+    )
 
 
 def find_layer(
@@ -190,7 +224,7 @@ class MeasuredCosts:
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
             f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
         )
-        return layer_times(curve, place.rows, place.tokens, place.past)
+        return layer_times(curve, place.rows, place.tokens, place.past, place.earlier)
 
     def layer(
         self,

@@ -34,6 +34,8 @@ class Place(NamedTuple):
     "Symbol P: tokens of earlier slices that are attended to."
     own_tokens: int
     "Symbol S: this device's part of the tokens where a shard program splits them."
+    earlier: int | None = None
+    "Slices that the past came in; None: as many as it has slices of this length."
 
 
 CollectiveTime = Callable[[str, float], float]

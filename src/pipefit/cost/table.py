@@ -214,10 +214,11 @@ def _costs_by_place(
     """(kind, the cost of every layer), for each distinct device of the group."""
     rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
     collective = _shard_collective(network, rings) if rings else None
+    earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
         start, stop = split(tokens, stage.group.axis("shard").shares)[position]
-        place = Place(stage.rows[replica], tokens, past, stop - start)
+        place = Place(stage.rows[replica], tokens, past, stop - start, earlier)
         costs = [
             layers.layer(
                 graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings

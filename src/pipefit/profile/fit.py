@@ -35,8 +35,8 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
     counts = np.array([point.rows * point.tokens for point in points], dtype=np.float64)
     columns = segments(counts, knots)
     if attention:
-        rows, tokens, past = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-        columns = np.concatenate([columns, attention_features(rows, tokens, past)], axis=1)
+        rows, tokens, past, earlier = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+        columns = np.concatenate([columns, attention_features(rows, tokens, past, earlier)], axis=1)
     measured = np.asarray(seconds, dtype=np.float64)
     scale = np.maximum(columns.max(axis=0), 1e-300)
     matrix = columns / scale / measured[:, None]

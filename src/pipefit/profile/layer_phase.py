@@ -198,7 +198,7 @@ def layer_curve(
         processes=processes,
         actions=actions,
         points=tuple(
-            LayerPoint(rows=p.rows, tokens=p.tokens, past=p.past, time_s=seconds, spread=spread)
+            LayerPoint(rows=p.rows, tokens=p.tokens, past=p.past, earlier=p.earlier, time_s=seconds, spread=spread)
             for p, (seconds, spread) in zip(points, seen, strict=True)
         ),
         fit_error=worst,

@@ -27,6 +27,9 @@ ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02
 """A visit repeats its actions until this much time has gone."""
 
+MOST_SLICES = 1 << 16
+"""Slices of a microbatch that a stage which is timed with a context is made for: more than any point has."""
+
 DEEP = 9
 """Layers of the deeper of two stages that the overhead of an action is found from."""
 
@@ -73,17 +76,16 @@ class StageBench:
     def __init__(self, layers: Sequence[StageLayer], dtype: str, device: torch.device) -> None:
         self.layers, self.device = layers, device
         self.dtype = getattr(torch, dtype)
-        self._programs: dict[int, StageProgram] = {}
+        self._programs: dict[bool, StageProgram] = {}
 
     def visit(self, point: Point, window_s: float = WINDOW_S) -> Visit:
         """Run (F, B, F, I, W) at `point` until `window_s` have gone, at least once, and return the seconds of each."""
-        program = self._program(2 if point.past else 1)
+        program = self._program(sliced=bool(point.past))
         program.begin_step(0, point.rows * point.tokens)
-        slice_ = 0
-        if point.past:
-            earlier = self._material(Point(point.rows, point.past), 0)
-            out = program.forward(0, 0, *earlier)
-            slice_ = 1
+        slice_, outs, start = len(point.chunks), [], 0
+        for index, tokens in enumerate(point.chunks):
+            outs.append(program.forward(0, index, *self._material(Point(point.rows, tokens), start)))
+            start += tokens
         inputs, feed = self._material(point, point.past)
         marks: list[list[Any]] = []
         gradients: dict[str, torch.Tensor] | None = None
@@ -103,8 +105,9 @@ class StageBench:
             line.append(self._mark())
             program.backward_weight(0, slice_)
             line.append(self._mark())
-        if point.past:
-            program.backward(0, 0, {key: torch.zeros_like(value) for key, value in out.items() if key != "loss"})
+        for index in reversed(range(slice_)):
+            silent = {key: torch.zeros_like(value) for key, value in outs[index].items() if key != "loss"}
+            program.backward(0, index, silent)
         return self._durations(marks)
 
     def forget(self) -> None:
@@ -113,9 +116,10 @@ class StageBench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _program(self, slices: int) -> StageProgram:
-        if slices not in self._programs:
-            program = pace.paced(StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=slices))
+    def _program(self, sliced: bool) -> StageProgram:
+        if sliced not in self._programs:
+            most = MOST_SLICES if sliced else 1
+            program = pace.paced(StageProgram(self.layers, device=self.device, dtype=self.dtype, slices=most))
             wide = torch.promote_types(self.dtype, torch.float32)
             buffers = {}
             for name, parameter in program.parameters.items():
@@ -123,8 +127,8 @@ class StageBench:
                     parameter.normal_(0.0, 0.02)
                 buffers[name] = torch.zeros(parameter.shape, dtype=wide, device=self.device)
             program.bind_gradients(buffers)
-            self._programs[slices] = program
-        return self._programs[slices]
+            self._programs[sliced] = program
+        return self._programs[sliced]
 
     def _material(self, point: Point, start: int) -> tuple[dict[str, torch.Tensor], Feed]:
         """Random inputs of the layers at a point, `start` tokens into their sequences."""

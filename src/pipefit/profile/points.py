@@ -2,7 +2,8 @@
 
 TeraPipe's tables hold a thousand points and more for one layer (Li et al. 2021, section 3.3, and its code). The time
 of a layer is a function of its tokens with one knee, plus attention, which is a sum of a few products: so tokens are
-measured at powers of two, the knee is refined where the curve bends, and attention at a dozen lengths and contexts.
+measured at powers of two, the knee is refined where the curve bends, and attention at some twenty lengths and contexts.
+The runtime attends to earlier slices one by one, so a context costs by the number of slices that it came in, too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,21 @@ BENDS = 0.02
 "A knot that its neighbours miss by more than this share is in the knee."
 
 
-_ONE_ROW = ((1, 8), (2, 2), (2, 14), (4, 4), (4, 8), (4, 12), (8, 8), (12, 4), (15, 1))
-_MOST_ROWS = ((2, 8), (4, 4), (4, 12), (8, 8), (12, 4), (15, 1))
-"""(length, context) of the slices that are measured, in sixteenths of the sequence."""
+_ONE_ROW = (
+    (1, 8, 8),
+    (2, 2, 1),
+    (2, 14, 1),
+    (2, 14, 7),
+    (4, 4, 1),
+    (4, 8, 2),
+    (4, 12, 3),
+    (4, 12, 12),
+    (8, 8, 1),
+    (12, 4, 1),
+    (15, 1, 1),
+)
+_MOST_ROWS = ((2, 8, 4), (4, 4, 1), (4, 12, 3), (8, 8, 1), (12, 4, 2), (15, 1, 1))
+"""(length, context, earlier slices) of the measured slices; length and context in sixteenths of the sequence."""
 
 
 class Point(NamedTuple):
@@ -32,6 +45,16 @@ class Point(NamedTuple):
     "Of one row, in this slice."
     past: int = 0
     "Tokens of earlier slices."
+    earlier: int = 1
+    "Slices that `past` came in, as equal as they can be; 1 where there are none."
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of each earlier slice."""
+        if not self.past:
+            return ()
+        count = min(self.earlier, self.past)
+        return tuple(self.past * (i + 1) // count - self.past * i // count for i in range(count))
 
 
 def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[Point]:
@@ -59,7 +82,7 @@ def attention_points(sequence: int, most_tokens: int) -> list[Point]:
     most_rows = max(1, most_tokens // sequence)
     points = [Point(rows, part * length) for rows in (1, most_rows) for length in (4, 8, 16)]
     for rows, slices in ((1, _ONE_ROW), (most_rows, _MOST_ROWS)):
-        points += [Point(rows, part * length, part * past) for length, past in slices]
+        points += [Point(rows, part * length, part * past, count) for length, past, count in slices]
     return points
 
 
