@@ -343,6 +343,23 @@ def _fold(emitter: Emitter, node: Any) -> bool:
     return True
 
 
+def _suspects(layer: nn.Module) -> list[list[str]]:
+    """[`random` or `mixes`, name and class] of PyTorch's own modules inside that draw random numbers or mix tokens."""
+    from torch import nn
+
+    random = nn.modules.dropout._DropoutNd
+    mixes = (
+        nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd, nn.GroupNorm, nn.MultiheadAttention, nn.RNNBase,
+        nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd,
+    )  # fmt: skip
+    found = []
+    for name, module in layer.named_modules():
+        if isinstance(module, mixes) or (isinstance(module, random) and module.p > 0):
+            what = "random" if isinstance(module, random) else "mixes"
+            found.append([what, f"{name or 'the layer'}: {type(module).__name__}"])
+    return found
+
+
 def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
     """The whole layer as one opaque operator. Its output has the shape of x, or is the loss where it takes labels."""
     values = [tensor.name for tensor in call.inputs]
@@ -371,6 +388,8 @@ def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
         "parameter_count": sum(parameter.numel() for parameter in layer.parameters()),
         "kept_factor": float(getattr(layer, "kept_factor", 4.0)),
         "reason": reason,
+        "tokenwise": bool(getattr(layer, "tokenwise", False)),
+        "suspects": _suspects(layer),
     }
     output = Tensor(name="opaque_0", shape=shape, dtype="float32" if shape == () else "compute")
     operator = Operator(

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pipefit.errors import PlanError
 from pipefit.layout import split
+from pipefit.plan.check_slices import check_cut
 from pipefit.plan.types import Job, Recompute
 
 Sharding = Literal["none", "megatron", "megatron-sp"]
@@ -192,13 +193,7 @@ def _check_job(decisions: Decisions, job: Job) -> None:
             seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
             next_step="use fewer microbatches, or more even shares",
         )
-    if decisions.slices and (sum(decisions.slices) != job.sequence or min(decisions.slices) < 1):
-        raise PlanError(
-            "The slices must add up to the sequence.",
-            where="slices",
-            seen=f"{decisions.slices}: {sum(decisions.slices)} tokens",
-            allowed=f"positive lengths adding up to {job.sequence}",
-        )
+    check_cut(decisions.slices, job.sequence, decisions.shards, decisions.sharding, "slices")
 
 
 def _positive(name: str, value: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.plan.bounds import facts_of
+from pipefit.plan.check_slices import check_cut
 from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, Inner
 from pipefit.plan.fleet import Runs
@@ -293,6 +294,8 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
             seen=f"{job.batch // microbatches} rows for {replicas} replicas",
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
+    shards = pins.get("shards", (1,))
+    check_cut(pins.get("slices", ()), job.sequence, shards, _sharding(shards, pins), "--fix slices")
     if next(space(job, layers, devices, 1, pins), None) is None:
         used = pins.get("devices")
         raise PlanError(

@@ -44,6 +44,8 @@ OPERATORS = (
             "parameter_count": "numbers in its parameters",
             "kept_factor": "estimate of what it keeps, in units of its output",
             "reason": "why it could not be captured",
+            "tokenwise": "whether the layer's class says that a token's output depends on that token alone",
+            "suspects": "PyTorch's modules inside that draw random numbers or mix tokens: [`random`, `mixes`; which]",
         },
         shapes=_shapes,
         flops=_flops,

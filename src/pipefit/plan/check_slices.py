@@ -1,0 +1,191 @@
+"""Which models can have their sequences cut into slices, and which slices a stage can take.
+
+A slice runs forward before the slices behind it, and reaches earlier ones through causal attention alone. So every
+other operator must work on each token by itself, and must not draw random numbers that depend on the cut. Our dropout
+does not (it is keyed by the token's position), and our experts drop no token and have no auxiliary loss: both may be
+sliced. Of an opaque layer nothing is known but what its class says (`tokenwise`) and which of PyTorch's modules are in
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from pipefit.errors import PlanError
+from pipefit.layout import split
+from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
+from pipefit.plan.types import Plan
+
+TOKENS = "T"
+"""The symbol of the tokens of a slice in the shapes of a graph."""
+
+_SOME_ROWS = 7919
+"""Stands for B where distances are compared: a prime that is no size of a model."""
+
+OVER_FEATURES = ("linear", "rms_norm", "layer_norm", "moe", "rotary")
+"""Kinds that work along the last dimension of input 0."""
+
+
+def check_sliceable(model: Model, where: str = "order.slices") -> None:
+    """Raises PlanError for the first layer that keeps sequences from being cut."""
+    for error in obstacles(model, where):
+        raise error
+
+
+def obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
+    """What keeps the model's sequences from being cut, one error a layer; none where slices are possible."""
+    for module in model.modules:
+        for layer in module.layers:
+            found = next(_of_layer(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
+            if found is not None:
+                yield found
+
+
+def slice_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
+    """The obstacles, where the plan cuts its sequences."""
+    if len(plan.order.slices) > 1:
+        yield from obstacles(model)
+
+
+def shard_problems(plan: Plan) -> Iterator[PlanError]:
+    """One for every stage that splits tokens over its shards and would leave one of them without."""
+    for index, stage in enumerate(plan.stages):
+        if stage.sharding == "megatron-sp":
+            shares = plan.groups[stage.group].group().axis("shard").shares
+            yield from _too_short(plan.order.slices, shares, f"order.slices and stages[{index}].sharding")
+
+
+def check_cut(
+    slices: Sequence[int], sequence: int, shares: Sequence[int], sharding: str, where: str = "order.slices"
+) -> None:
+    """Raises PlanError where slices do not add up to the sequence, or are too short for stages of such shards.
+    No slices: the sequence is whole."""
+    if slices and (sum(slices) != sequence or min(slices) < 1):
+        raise PlanError(
+            "The slices must add up to the sequence.",
+            where=where,
+            seen=f"{', '.join(map(str, slices))}: {sum(slices)} tokens",
+            allowed=f"positive lengths adding up to {sequence}",
+        )
+    if sharding == "megatron-sp":
+        for error in _too_short(slices or (sequence,), shares, where):
+            raise error
+
+
+def _too_short(slices: Sequence[int], shares: Sequence[int], where: str) -> Iterator[PlanError]:
+    for number, tokens in enumerate(slices):
+        if min(stop - start for start, stop in split(tokens, shares)) == 0:
+            yield PlanError(
+                "A slice is shorter than its shards need: one of them would have no token.",
+                where=where,
+                seen=f"slice {number} of {tokens} token(s), over shards of shares {', '.join(map(str, shares))}",
+                allowed=f"slices of {fewest_tokens(shares)} tokens or more",
+                next_step="use longer slices, fewer shards, or the sharding `megatron`, which splits no tokens",
+            )
+            return
+
+
+def fewest_tokens(shares: Sequence[int]) -> int:
+    """The shortest slice of which every shard has a token."""
+    tokens = len(shares)
+    while min(stop - start for start, stop in split(tokens, shares)) == 0:
+        tokens += 1
+    return tokens
+
+
+def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
+    shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+    shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
+    for operator in graph.operators:
+        if operator.kind == "opaque":
+            yield from _opaque(operator, where)
+        elif operator.kind == "attention":
+            if not operator.attributes.get("causal", True):
+                yield PlanError(
+                    "A model whose attention is not causal cannot be cut into slices: a token needs later tokens, "
+                    "which are in slices that have not run yet.",
+                    where=_at(where, operator),
+                    seen="attention without a causal mask",
+                    allowed="one slice: the whole sequence",
+                    next_step="leave the slices away, or make the attention causal",
+                )
+        elif mixed := _mixes(operator, shapes):
+            yield PlanError(
+                "A layer that mixes tokens outside of attention cannot be cut into slices: it would see the tokens of "
+                "its own slice alone.",
+                where=_at(where, operator),
+                seen=f"{operator.kind} {mixed}",
+                allowed="one slice: the whole sequence",
+                next_step="leave the slices away; products of queries and keys can be written as "
+                "scaled_dot_product_attention with is_causal=True",
+            )
+
+
+def _at(where: str, operator: Operator) -> str:
+    return f"{where}, {operator.source}" if operator.source else where
+
+
+def _mixes(operator: Operator, shapes: Mapping[str, Shape]) -> str:
+    """How the operator brings tokens together, in words; '' where it works on each token by itself."""
+    inputs = [shapes[name] for name in operator.inputs if name]
+    if not inputs or not any(_has_tokens(size) for size in inputs[0]):
+        return ""
+    attributes, kind = operator.attributes, operator.kind
+    if kind == "matmul":
+        if _has_tokens(inputs[0][-1]):
+            return "that sums over tokens"
+        if _has_tokens(inputs[1][-1]):
+            return "of every token with every other"
+    elif kind in OVER_FEATURES and _has_tokens(inputs[0][-1]):
+        return "along the tokens"
+    elif kind in ("softmax", "concat", "slice") and _has_tokens(inputs[0][int(attributes["dim"])]):
+        return "" if kind != "softmax" and shapes[operator.outputs[0]] == inputs[0] else "along the tokens"
+    elif kind == "reshape" and not _keeps_tokens(inputs[0], shapes[operator.outputs[0]]):
+        return "that puts tokens together with features"
+    return ""
+
+
+def _keeps_tokens(before: Shape, after: Shape) -> bool:
+    """Whether neighbours in the dimension of tokens stay equally far apart in memory: then a token's numbers stay
+    together. A dimension that is tokens times a number leaves a range for that distance."""
+
+    def distance(shape: Shape) -> tuple[int, int]:
+        place = max(index for index, size in enumerate(shape) if _has_tokens(size))
+        least = prod(size_value(size, {"B": _SOME_ROWS}) for size in shape[place + 1 :])
+        return least, least * size_factors(str(shape[place]))[0]
+
+    one, two = distance(before), distance(after)
+    return one[0] <= two[1] and two[0] <= one[1]
+
+
+def _has_tokens(size: Size) -> bool:
+    return TOKENS in size_factors(str(size))[1]
+
+
+def _opaque(operator: Operator, where: str) -> Iterator[PlanError]:
+    attributes = operator.attributes
+    for what, module in attributes.get("suspects", ()):
+        yield PlanError(
+            f"A layer that could not be captured {_WHY[what]}",
+            where=where,
+            seen=str(module),
+            allowed="one slice: the whole sequence",
+            next_step="leave the slices away, or write the layer so that it can be captured (docs/models.md)",
+        )
+    if not attributes.get("tokenwise", False):
+        yield PlanError(
+            "A layer that could not be captured cannot be cut into slices: nothing says that it does not mix tokens, "
+            "or draw random numbers that would be others for other slices.",
+            where=where,
+            seen=f"opaque: {attributes['reason']}",
+            allowed="layers that were captured, and those that say `tokenwise = True`",
+            next_step="leave the slices away; or, if what the layer makes of a token depends on that token alone, say "
+            "so with the class attribute `tokenwise = True`",
+        )
+
+
+_WHY = {
+    "random": "draws random numbers of its own, which would be others when its sequences are cut into slices.",
+    "mixes": "mixes tokens and cannot be cut into slices: it would see the tokens of its own slice alone.",
+}
