@@ -18,6 +18,7 @@ from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.cut import some_cut_fits
 from pipefit.plan.cut_rows import limits_of, memory_of
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.explain import memory_table
 from pipefit.plan.make import make_plan
 from pipefit.plan.partition import partition
 from pipefit.plan.predict import Simulation, simulate_plan
@@ -115,6 +116,8 @@ def test_a_small_device_with_few_rows_takes_part() -> None:
     (other,) = lane.others
     assert (lane.kind, other.kind, other.devices) == ("small", "big", (0,)), "the fullest for its limit first"
     assert (lane.peak_bytes, other.peak_bytes) == (need(2), need(6))
+    assert [row[0] for row in memory_table(plan).rows] == ["0 small", "0 big"]
+    assert [row[-1] for row in memory_table(plan).rows] == [f"{need(2) / small.memory_bytes:.0%}", "0%"]
     assert (lane.limit_bytes, other.limit_bytes) == (small.memory_bytes, BIG.memory_bytes)
     tight = make_plan(model, cluster((BIG, 1), (kind("small", 1.0, need(1) - 1), 1)), job, pins)
     assert tight.devices == (0,), "what no row fits into is left out"

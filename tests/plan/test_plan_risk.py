@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_toys import toy_model
+from test_plan_mixed import cluster as mixed
 
 from pipefit.cluster import Cluster, parse_spec, save
 from pipefit.codec import digest, dump_text
@@ -16,10 +17,12 @@ from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.memory_correction import PARTS, MemoryRun
 from pipefit.cost.memory_file import MemoryFacts, facts_of
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
+from pipefit.plan.build import build_plan
+from pipefit.plan.decisions import Decisions
 from pipefit.plan.explain import explain_text, memory_table
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.risk import make_plan_at_risk, peak_parts, reach_bytes
+from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.risk import make_plan_at_risk, peak_parts, reach_bytes, with_risk
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=64, precision="float32")
@@ -157,3 +160,42 @@ def test_the_command(tmp_path: Path, pipefit) -> None:
     assert code == 2 and "The file cannot be read." in err
     code, _, err = run("--memory", str(memory), "--risk", "2")
     assert code == 2 and "above 0 and below 0.5" in err
+
+
+def test_alternatives_stand_beside_what_the_analytic_model_may_say() -> None:
+    """Bytes of the same kind on both sides; a note says what the memory of the devices is."""
+    best = make_plan(toy_model(), cluster(1e12), JOB)
+    tight = cluster(1.02 * need(best, 1.3, 1.0))
+    plan = make_plan_at_risk(toy_model(), tight, JOB, facts(1.3))
+    assert plan.prediction is not None and plan.alternatives
+    card = tight.kinds[KIND].memory_bytes
+    assert all(one.limit_bytes != card for one in plan.alternatives)
+    notes = [note for note in plan.prediction.assumptions if note.startswith("memory of alternatives: of the analytic")]
+    assert len(notes) == 1 and "at a risk of 5.0%" in notes[0]
+
+
+def test_kinds_that_hold_different_amounts_are_judged_one_by_one() -> None:
+    """A small device takes few rows: the plan says of each lane what the likeliest to overflow needs, by its own
+    correction and its own memory."""
+    sheet = parse_spec(f"4x{KIND}").kinds[KIND]
+    model, decisions = toy_model(2), Decisions(stages=1, replicas=(3, 1), microbatches=2, schedule="1f1b")
+    job = Job(batch=8, sequence=2048, precision="bfloat16")
+    both = mixed((replace(sheet, name=KIND), 1), (replace(sheet, name="small"), 1))
+    plan = build_plan(model, both, job, decisions)
+    simulation = simulate_plan(plan, model, both)
+    [lane] = simulation.devices
+    peaks = {one.kind: one.peak_bytes for one in lane}
+    assert peaks[KIND] > peaks["small"]
+    few = {
+        name: (peak - WORKSPACE_BYTES) * factor
+        for (name, peak), factor in zip(sorted(peaks.items()), (2.0, 1.001), strict=True)
+    }
+    sized = {name: replace(one, memory_bytes=int(few[name])) for name, one in both.kinds.items()}
+    told = facts_of([replace(run, kind=kind) for kind in (KIND, "small") for run in facts().runs])
+    judged = with_risk(predict(plan, model, simulation), model, replace(both, kinds=sized), told)
+    assert judged.prediction is not None
+    [one] = judged.prediction.lanes
+    assert one.kind == "small" and one.limit_bytes == sized["small"].memory_bytes and one.memory is not None
+    assert one.memory.expected_bytes == pytest.approx(peaks["small"] - WORKSPACE_BYTES, rel=0.01)
+    assert one.memory.risk > 0.2 and judged.prediction.risk == pytest.approx(one.memory.risk)
+    assert [(other.kind, other.peak_bytes) for other in one.others] == [(KIND, peaks[KIND])]

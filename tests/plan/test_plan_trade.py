@@ -71,13 +71,17 @@ def test_devices_of_different_memory_each_keep_to_their_own() -> None:
     plan = make_plan(toy_model(8), mixed, JOB, pins)
     assert plan.prediction is not None
     assert {lane.limit_bytes for lane in plan.prediction.lanes} == {small.memory_bytes, large.memory_bytes}
+    fullest = max(plan.prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
+    assert fullest.peak_bytes > small.memory_bytes, "only the larger device holds that"
     points = plan.prediction.trade
-    other = [one for one in points if one.fits and one.memory_bytes > small.memory_bytes and not one.chosen]
-    assert other and all(one.memory_bytes <= large.memory_bytes for one in other)
+    [chosen] = [one for one in points if one.chosen]
+    filled = fullest.peak_bytes / fullest.limit_bytes
+    assert chosen.memory_bytes == pytest.approx(filled * small.memory_bytes, rel=1e-12)
     for one in points:
+        assert one.fits == (one.memory_bytes <= small.memory_bytes)
         alone = replace(plan, prediction=replace(plan.prediction, trade=(replace(one, chosen=False),)))
         assert trade_table(alone).rows[0][4] == ("" if one.fits else "does not fit")
-    assert "pale ones do not fit" in trade_section(plan.prediction)
+    assert "what lies right of the dashed line does not fit" in trade_section(plan.prediction)
 
 
 def test_a_single_lane_has_no_trade() -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pipefit.cluster import local
+from pipefit.cluster.spec import uniform_rail
+from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.memory_end import RUN_ELEMENTS
 from pipefit.cost.memory_file import load_memory
 from pipefit.errors import RunError
@@ -30,6 +32,7 @@ from pipefit.run.alone import RECEIVED_STD, alone
 from pipefit.run.comms import Comms, all_gather, reduce_scatter
 from pipefit.run.optimizer import run_elements
 from pipefit.run.verify_record import check_kind
+from pipefit.show.figures import limits_by_device
 
 MODEL = "tiny-llama"
 
@@ -280,3 +283,30 @@ def test_alone_in_a_world() -> None:
         dist.all_reduce(part, group=group)
         assert part.tolist() == [8, 9, 10, 11]
     assert not dist.is_initialized()
+
+
+def test_kinds_that_hold_different_amounts_are_each_told_what_they_need() -> None:
+    """Replicas of two kinds with three rows and one: of every rank what it really takes, and the one that decides is
+    the one that is fullest for its own memory."""
+    made, model = local(4), opened()
+    [cpu] = made.kinds.values()
+    kinds = {"cpu": cpu, "cpu-small": replace(cpu, name="cpu-small", memory_bytes=cpu.memory_bytes // 8)}
+    hosts = tuple(replace(made.hosts[0], name=f"h{n}", kind=name, devices=2) for n, name in enumerate(kinds))
+    rail = uniform_rail("net", 2, 1e-6, 1e9)
+    cluster = replace(made, kinds=kinds, hosts=hosts, rails=(rail,))
+    job = Job(batch=8, sequence=128, precision="float32", seed=5)
+    choice = Decisions(stages=2, replicas=(3, 1), microbatches=2, schedule="1f1b", devices=(0, 2, 1, 3))
+    plan = build_plan(model, cluster, job, choice, name=MODEL)
+    plan = predict(plan, model, simulate_plan(plan, model, cluster))
+    assert plan.prediction is not None
+    assert [lane.kind for lane in plan.prediction.lanes] == ["cpu-small", "cpu-small"]
+    small = [plan.devices.index(device) for device in (2, 3)]
+    assert sorted(verify.critical_ranks(plan)) == sorted(small)
+    found = {rank: verify.measure_rank(plan, model, rank, torch.device("cpu"), 1).train for rank in range(4)}
+    for lane, said in enumerate(plan.prediction.lanes):
+        for device in plan.lane_group(lane).devices:
+            assert verify.is_fullest(plan, device), "of its kind"
+            peak = said.of(device).peak_bytes - WORKSPACE_BYTES
+            assert peak == pytest.approx(found[plan.devices.index(device)], rel=0.01)
+            assert limits_by_device(plan)[device] == cluster.kinds["cpu" if device < 2 else "cpu-small"].memory_bytes
+    assert found[small[0]] < 0.8 * max(found.values())

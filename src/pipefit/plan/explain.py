@@ -107,22 +107,28 @@ def stage_table(plan: Plan) -> TextTable:
 
 
 def memory_table(plan: Plan) -> TextTable:
-    """Peak memory of every lane's fullest device, by parts, beside its limit."""
+    """Peak memory of every lane's fullest device, by parts, beside its limit; where kinds of devices hold different
+    amounts, of each of them."""
     lanes = plan.prediction.lanes if plan.prediction else ()
     known = any(lane.memory is not None for lane in lanes)
-    rows = tuple(
-        (
-            str(index),
-            *(format_bytes(lane.parts.get(part, 0.0)) for part in PARTS),
-            format_bytes(lane.peak_bytes),
-            format_bytes(lane.limit_bytes),
-            f"{(lane.memory.expected_bytes if lane.memory else lane.peak_bytes) / lane.limit_bytes:.0%}",
-            *(_corrected(lane.memory) if known else ()),
+    rows: list[tuple[str, ...]] = []
+    for index, lane in enumerate(lanes):
+        rows.append(
+            (
+                f"{index} {lane.kind}".rstrip(),
+                *(format_bytes(lane.parts.get(part, 0.0)) for part in PARTS),
+                format_bytes(lane.peak_bytes),
+                format_bytes(lane.limit_bytes),
+                f"{(lane.memory.expected_bytes if lane.memory else lane.peak_bytes) / lane.limit_bytes:.0%}",
+                *(_corrected(lane.memory) if known else ()),
+            )
         )
-        for index, lane in enumerate(lanes)
-    )
+        for other in lane.others:
+            sizes = (format_bytes(other.peak_bytes), format_bytes(other.limit_bytes))
+            used = f"{other.peak_bytes / other.limit_bytes:.0%}"
+            rows.append((f"{index} {other.kind}", *[""] * len(PARTS), *sizes, used, *([""] * 3 if known else [])))
     more = ("corrected", "at most", "risk") if known else ()
-    return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used", *more), rows)
+    return TextTable("memory per device", ("lane", *PARTS, "peak", "limit", "used", *more), tuple(rows))
 
 
 def _corrected(memory: MemoryRisk | None) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from pipefit.cost.memory_file import MemoryFacts
 from pipefit.cost.network import Network
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
 from pipefit.model.graph import Model
+from pipefit.plan.cut_rows import scaled
 from pipefit.plan.make import make_plan
 from pipefit.plan.predict import DevicePeak, Simulation, lane_prediction, simulate_plan
 from pipefit.plan.types import Job, MemoryRisk, Plan
@@ -62,7 +63,7 @@ def make_plan_at_risk(
             plan = make_plan(model, _limited(cluster, limits), job, pins, **options)
         except DoesNotFitError as error:
             raise _by_the_search(error, cluster, limits, risk) from None
-        plan = with_risk(_as_planned_for(plan, cluster, limits), model, cluster, facts)
+        plan = with_risk(_as_planned_for(plan, cluster, limits, risk), model, cluster, facts)
         assert plan.prediction is not None and plan.prediction.risk is not None
         last = plan.prediction.risk
         if last <= risk:
@@ -207,26 +208,37 @@ def _by_the_search(
     error: DoesNotFitError, cluster: Cluster, limits: Mapping[str, float], risk: float
 ) -> DoesNotFitError:
     """The error, saying what the limits are that it speaks of."""
-    each = ", ".join(
-        f"{format_bytes(limits[name])} for the {format_bytes(kind.memory_bytes)} of {name}"
-        for name, kind in cluster.kinds.items()
-    )
     return DoesNotFitError(
         error.what,
         where=error.where,
         seen=error.seen,
-        allowed=f"{error.allowed}; by the analytic model, which may say, at a risk of {risk:.1%}, {each}",
+        allowed=f"{error.allowed}; by the analytic model, {_what_it_may_say(cluster, limits, risk)}",
         next_step=error.next_step,
     )
 
 
-def _as_planned_for(plan: Plan, cluster: Cluster, limits: Mapping[str, float]) -> Plan:
-    """The plan as one for the cluster itself, with its own limits; those of its lanes are `with_risk`'s to tell."""
-    own = {float(int(limits[name])): float(kind.memory_bytes) for name, kind in cluster.kinds.items()}
-    others = tuple(replace(one, limit_bytes=own.get(one.limit_bytes, one.limit_bytes)) for one in plan.alternatives)
+def _what_it_may_say(cluster: Cluster, limits: Mapping[str, float], risk: float) -> str:
+    each = ", ".join(
+        f"{format_bytes(limits[name])} for the {format_bytes(kind.memory_bytes)} of {name}"
+        for name, kind in cluster.kinds.items()
+    )
+    return f"which may say, at a risk of {risk:.1%}, {each}"
+
+
+def _as_planned_for(plan: Plan, cluster: Cluster, limits: Mapping[str, float], risk: float) -> Plan:
+    """The plan as one for the cluster itself; `with_risk` tells of its lanes. The memory of alternatives stays in bytes
+    of the analytic model, beside the most that it may say, and a note tells so; memory against time, a part of the
+    smallest limit, is put into its bytes."""
+    assert plan.prediction is not None
+    least, kinds = min(lane.least_limit_bytes for lane in plan.prediction.lanes), Network(cluster).kinds
+    has = min(float(kinds[device].memory_bytes) for device in plan.devices)
+    points = tuple(replace(one, memory_bytes=scaled(one.memory_bytes, least, has)) for one in plan.prediction.trade)
+    told = plan.prediction.assumptions
+    if plan.alternatives:
+        told += (f"memory of alternatives: of the analytic model, {_what_it_may_say(cluster, limits, risk)}",)
     return replace(
         plan,
-        alternatives=others,
+        prediction=replace(plan.prediction, trade=points, assumptions=told),
         hashes=replace(plan.hashes, cluster=digest(cluster)),
     )
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipefit.cost.memory_kinds import order_limits
 from pipefit.errors import ScheduleError
 from pipefit.plan.build import Workbench
+from pipefit.plan.cut_rows import scaled
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.fitting import CHOOSING, FIT, MANY, MOVES, choices, fit_layout, tables_of
 from pipefit.plan.outcome import Evaluated
@@ -48,8 +50,7 @@ def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) 
     many = 3 * layout.stage_count * layout.microbatches > MANY
     found = list(_families(bench, job, pins, layout, many))
     own = best if layout.schedule == FIT else None
-    shares = [limit / best.limit_bytes for limit in best.simulation.limits_bytes]
-    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), shares, own)
+    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), own, _limits(best))
     for one in (*found, *fitted):
         if one.simulation.fits and one.step_s < best.step_s * (1 - SAME) and _obeys(one.decisions, pins):
             best = one
@@ -62,16 +63,21 @@ def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) 
 
 
 def _levels(best: Evaluated, found: Sequence[Evaluated], many: bool) -> list[float]:
-    """Limits to fit orders to, rising; not the device's where `best` is fitted to it already."""
-    limit = best.limit_bytes
-    own = [] if best.decisions.schedule == FIT else [limit]
+    """Parts of the limits to fit orders to, rising; not 1, the whole, where `best` is fitted to it already."""
+    own = [] if best.decisions.schedule == FIT else [1.0]
     if many:
         return own
-    highest = min(1.5 * limit, max([limit, *(one.peak_bytes for one in found)]))
-    lowest = min([best.peak_bytes, *(one.peak_bytes for one in found)])
-    below = [lowest + (limit - lowest) * index / BELOW for index in range(BELOW)] if lowest < limit else []
-    beyond = [limit + (highest - limit) * (index + 1) / BEYOND for index in range(BEYOND)] if highest > limit else []
+    fills = [one.peak_bytes / one.limit_bytes for one in (best, *found)]
+    highest, lowest = min(1.5, max([1.0, *fills])), min(fills)
+    below = [lowest + (1.0 - lowest) * index / BELOW for index in range(BELOW)] if lowest < 1.0 else []
+    beyond = [1.0 + (highest - 1.0) * (index + 1) / BEYOND for index in range(BEYOND)] if highest > 1.0 else []
     return [*below, *own, *beyond]
+
+
+def _limits(one: Evaluated) -> tuple[float, ...]:
+    """Of every lane, what orders may hold there."""
+    simulation = one.simulation
+    return order_limits(simulation.costs, simulation.timeline.schedule.placement, simulation.least_bytes)
 
 
 def _obeys(decisions: Decisions, pins: Mapping[str, Any]) -> bool:
@@ -119,21 +125,21 @@ def _fitted(
     pins: Mapping[str, Any],
     layout: Decisions,
     levels: Sequence[float],
-    shares: Sequence[float],
     own: Evaluated | None,
+    limits: Sequence[float],
 ) -> list[Evaluated]:
-    """Orders fitted to each of these limits, rising, of which every lane has its share; `own` is known already."""
+    """Orders fitted to each of these parts of the lanes' limits, rising; `own` is known already."""
     ways = choices(pins, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",)))
     if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.microbatches > CHOOSING:
         ways = [layout.recompute]
     tables = tables_of(bench, job, layout, ways)
     found = [] if own is None else [own]
     for level in levels:
-        one = fit_layout(bench, tables, [level * share for share in shares], moves=MOVES[0])
+        one = fit_layout(bench, tables, [level * limit for limit in limits], moves=MOVES[0])
         if one is not None:
             found.append(one)
     kept: list[Evaluated] = []
-    for one in sorted(found, key=lambda one: (max(map(float, one.simulation.timeline.peak_bytes)), one.step_s)):
+    for one in sorted(found, key=lambda one: (one.peak_bytes / one.limit_bytes, one.step_s)):
         if not kept or one.step_s < kept[-1].step_s * (1 - 1e-6):
             kept.append(one)
     return kept
@@ -144,7 +150,7 @@ def _point(one: Evaluated) -> TradePoint:
     return TradePoint(
         schedule=decisions.schedule,
         recompute=",".join(decisions.recompute),
-        memory_bytes=one.peak_bytes,
+        memory_bytes=scaled(one.peak_bytes, one.limit_bytes, min(one.simulation.least_bytes)),
         step_s=one.step_s,
         fits=one.simulation.fits,
     )

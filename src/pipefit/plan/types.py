@@ -60,8 +60,8 @@ class Stage:
     group: int
     space: str = "samples"
     recompute: Recompute = "none"
-    sharding: Literal["none", "megatron", "megatron-sp"] = "none"
-    "The SPMD program over the group's shard axis."
+    sharding: Literal["none", "megatron", "megatron-sp", "searched"] = "none"
+    "The SPMD program over the group's shard axis; `searched`: by the plan's recipes."
     program: str = ""
     "Hash of the operator graph after sharding; '' in a plan written by hand (then ranks only check each other)."
     microbatch_multiple: int = 1
@@ -184,6 +184,16 @@ class LanePrediction:
     others: tuple[KindPrediction, ...] = ()
     "The other kinds then, the fullest for its limit first."
 
+    @property
+    def least_limit_bytes(self) -> float:
+        """Of the smallest device."""
+        return min([self.limit_bytes, *(other.limit_bytes for other in self.others)])
+
+    def of(self, device: int) -> KindPrediction:
+        """What is said of one of the lane's devices, by its number in the cluster."""
+        own = KindPrediction(kind=self.kind, devices=(), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes)
+        return next((other for other in self.others if device in other.devices), own)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
@@ -205,7 +215,7 @@ class TradePoint:
     recompute: str
     "One for all stages, or one per stage with commas."
     memory_bytes: float
-    "Peak of the lane that is fullest for its limit, on each of its devices."
+    "What the lane that is fullest for its limit fills of it, in bytes of the smallest limit: no point with more fits."
     step_s: float
     fits: bool = True
     "Every lane, into what the search kept to: its devices' memory, or what a memory correction makes of that."
@@ -284,6 +294,8 @@ class Plan:
     "The choices in words: replicas, stages, schedule, ...: what `--fix` can pin."
     cluster: str = ""
     "What the user typed for the cluster: a file, a short text such as `8xH100`, or `local:4`; '' where unknown."
+    recipes: Mapping[str, str] = field(default_factory=dict)
+    "Of a searched sharding: how every distinct layer is split (`shard/recipe.py`), by the key of its graph."
 
     @property
     def hash(self) -> str:

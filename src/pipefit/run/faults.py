@@ -188,8 +188,9 @@ def out_of_memory(plan: Plan, device: int, lane: int, step: int, error: BaseExce
         parts = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in sorted(lane_says.parts.items(), key=lambda item: -item[1])
         )
-        predicted = f"predicted peak {format_bytes(lane_says.peak_bytes)} of {format_bytes(lane_says.limit_bytes)}"
-        predicted += f" ({parts})" if parts else ""
+        own = lane_says.of(device)
+        predicted = f"predicted peak {format_bytes(own.peak_bytes)} of {format_bytes(own.limit_bytes)}"
+        predicted += f" ({parts})" if parts and own.kind == lane_says.kind else ""
     return RunError(
         f"Device {device} ran out of memory.",
         where=f"lane {lane}, step {step + 1}",

@@ -85,14 +85,16 @@ def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
     distinct: dict[tuple[float, float], int] = {}
     for lane in order:
         distinct.setdefault((lanes[lane].peak_bytes, lanes[lane].limit_bytes), lane)
-    return tuple(plan.devices.index(_fullest_device(plan, lane)) for lane in list(distinct.values())[:most])
+    ranks = [plan.devices.index(_fullest_device(plan, lane, lanes[lane].kind)) for lane in distinct.values()]
+    return tuple(ranks[:most])
 
 
 def is_fullest(plan: Plan, device: int) -> bool:
-    """Whether a device has as many rows and as large a shard as the one of its lane that the prediction is for."""
+    """Whether a device has as many rows and as large a shard as the one that its prediction is for: of its lane, or
+    where the lane's kinds of devices hold different amounts, of its kind there."""
     lane = lane_of(plan, device)
     group = plan.lane_group(lane)
-    fullest = _fullest_device(plan, lane)
+    fullest = _fullest_device(plan, lane, lane_predictions(plan)[lane].of(device).kind)
     return all(
         axis.shares[group.position(device, axis.name)] == axis.shares[group.position(fullest, axis.name)]
         for axis in group.axes
@@ -126,7 +128,7 @@ def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps
     """One rank in a fresh process of this machine. Raises RunError where nothing can be found out here."""
     own = plan.devices[rank]
     lane = lane_of(plan, own)
-    predicted = lane_predictions(plan)[lane]
+    predicted = lane_predictions(plan)[lane].of(own)
     check_room(predicted.peak_bytes, device)
     measured = in_fresh_process(_measured_or_none, plan, model, rank, str(device), steps, rank=rank)
     if measured is None:
@@ -271,11 +273,12 @@ def _count_on_cuda(work: Sequence[tuple[str, Callable[[], None]]]) -> Measured:
     return Measured(**peaks, reserved=torch.cuda.memory_reserved())
 
 
-def _fullest_device(plan: Plan, lane: int) -> int:
-    """The device of a lane with most rows and the largest shard: the one that the prediction is for."""
-    group = plan.lane_group(lane)
+def _fullest_device(plan: Plan, lane: int, kind: str) -> int:
+    """The device of a lane with most rows and the largest shard, of this kind where its kinds of devices hold different
+    amounts: the one that the prediction is for."""
+    group, said = plan.lane_group(lane), lane_predictions(plan)[lane]
     return max(
-        group.devices,
+        [device for device in group.devices if said.of(device).kind == kind],
         key=lambda device: (
             tuple(axis.shares[group.position(device, axis.name)] for axis in group.axes),
             -plan.devices.index(device),

@@ -29,8 +29,7 @@ def memory_runs(
     """One for every rank that was measured on `device` (`cpu` or `cuda`) of a machine with this fingerprint. Raises
     RunError as `check_recordable` does."""
     check_recordable(plan, cluster, [one.rank for one in found], device, environment.get("device", ""))
-    network = Network(cluster)
-    parts = peak_parts(simulate_plan(plan, model, cluster))
+    network, simulation = Network(cluster), simulate_plan(plan, model, cluster)
     when = datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
     runs = []
     for one in found:
@@ -41,7 +40,7 @@ def memory_runs(
                     kind=network.kinds[one.device].name,
                     devices=len(plan.devices),
                     rank=one.rank,
-                    parts=parts[one.lane],
+                    parts=peak_parts(simulation, network.kinds[one.device].name)[one.lane],
                     measured_bytes=float(one.measured.peak),
                     when=when,
                     environment=environment,
@@ -60,8 +59,8 @@ def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device:
             lane = lane_of(plan, plan.devices[rank])
             others = [other for other in plan.lane_group(lane).devices if is_fullest(plan, other)]
             raise RunError(
-                f"What rank {rank} takes cannot be recorded: others of its lane have more rows or a larger shard, and "
-                "the prediction is for those.",
+                f"What rank {rank} takes cannot be recorded: others of its lane and kind have more rows or a larger "
+                "shard, and the prediction is for those.",
                 where="--record",
                 seen=f"--rank {rank}",
                 allowed=f"of lane {lane}: {', '.join(str(plan.devices.index(other)) for other in others)}",

@@ -83,7 +83,7 @@ def limits_by_device(plan: Plan) -> dict[int, float]:
     """The memory that the plan counted on, for each device."""
     assert plan.prediction is not None
     return {
-        device: lane.limit_bytes
+        device: lane.of(device).limit_bytes
         for number, lane in enumerate(plan.prediction.lanes)
         for device in plan.lane_group(number).devices
     }

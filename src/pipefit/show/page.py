@@ -146,9 +146,8 @@ def _timeline_data(subject: Subject, traces: list[Trace]) -> dict[str, Any]:
 def _memory_data(subject: Subject, peaks: Any) -> dict[str, Any]:
     horizon_s = subject.simulation.timeline.makespan_s
     lanes = []
-    for number, (curve, lane) in enumerate(
-        zip(subject.simulation.timeline.memory, subject.prediction.lanes, strict=True)
-    ):
+    for number, (devices, lane) in enumerate(zip(subject.simulation.devices, subject.prediction.lanes, strict=True)):
+        curve = next((one for one in devices if one.kind == lane.kind), devices[0]).curve
         own = [[device, peaks[device]] for device in subject.plan.lane_group(number).devices if device in peaks]
         lanes.append(
             {**encode_curve(curve, horizon_s), "peak": curve.peak_bytes, "limit": lane.limit_bytes, "measured": own}

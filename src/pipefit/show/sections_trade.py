@@ -32,7 +32,7 @@ def trade_section(prediction: Prediction) -> str:
     points = prediction.trade
     if not points:
         return ""
-    limit = min(lane.limit_bytes for lane in prediction.lanes)
+    limit = min(lane.least_limit_bytes for lane in prediction.lanes)
     divided = _divides(points, limit)
     chosen = next((one for one in points if one.chosen), None)
     words = (
@@ -82,8 +82,7 @@ def _note(one: TradePoint) -> str:
 
 
 def _divides(points: Sequence[TradePoint], limit: float) -> bool:
-    """Whether what fits and what does not lie on the two sides of a limit: not where lanes have different limits, or
-    where a memory correction decides."""
+    """Whether what fits and what does not lie on the two sides of a limit: not where a plan says otherwise."""
     return all(one.fits == (one.memory_bytes <= limit) for one in points)
 
 
