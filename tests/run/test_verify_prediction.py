@@ -13,7 +13,7 @@ import torch
 import worker_plans as plans
 
 from pipefit.cluster import local
-from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.memory import WORKSPACE_BYTES, Precision
 from pipefit.model.capture import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
@@ -47,6 +47,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "few activations, shared": ("wide", 0, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
     "few activations": ("wide untied", 0, {"replicas": (1, 1), "recompute": ("full",)}),
     "split state": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "a message left": ("wide untied", 1, {"stages": 4, "schedule": "1f1b", "recompute": ("full",)}),
+    "bfloat16, last": ("gpt2", 3, {"stages": 4, "schedule": "1f1b", "recompute": ("selective",)}),
+    "bfloat16, first": ("gpt2", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "schedule": "1f1b"}),
+    "bfloat16, weight gradients put off": ("gpt2", 3, {"stages": 4, "schedule": "zb-h1", "recompute": ("full",)}),
+    "bfloat16, experts": ("experts", 3, {"stages": 4, "schedule": "1f1b"}),
+    "split state, shared": ("tied", 0, {"stages": 2, "replicas": (1, 1), "zero1": True, "recompute": ("full",)}),
 }
 
 
@@ -59,7 +65,8 @@ def model(name: str) -> Model:
 @pytest.mark.parametrize("case", CASES)
 def test_the_predicted_peak_is_the_measured_one(case: str) -> None:
     name, rank, decisions = CASES[case]
-    job = Job(batch=8, sequence=16 if "wide" in name else 128, precision="float32", seed=5)
+    precision: Precision = "bfloat16" if "bfloat16" in case else "float32"
+    job = Job(batch=8, sequence=16 if "wide" in name else 128, precision=precision, seed=5)
     plan = build_plan(model(name), local(4), job, Decisions(microbatches=4, **decisions), name=name)
     simulated = simulate_plan(plan, model(name), local(4)).peaks_bytes[lane_of(plan, plan.devices[rank])]
     measured = measure_rank(plan, model(name), rank, torch.device("cpu"), 1).train

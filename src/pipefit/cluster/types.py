@@ -49,6 +49,11 @@ class DeviceKind:
     provenance: Provenance = Provenance(source="data-sheet")
 
 
+def is_processor(kind: DeviceKind) -> bool:
+    """Whether devices of a kind are processors, by its name: `cpu`, `cpu-2.1GHz`."""
+    return kind.name.split("-")[0] == "cpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One way from a device to another."""

@@ -18,13 +18,16 @@ RUN_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 24}
 
 
 def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
-    """Of every stage: what its reduction holds from its last backward until all reductions are over."""
+    """Of every stage: what its reduction holds from its last backward until all reductions are over. Parameters that
+    lanes share are not scattered."""
     width = GRADIENT_BYTES[work.precision]
-    copied = [gloo and stage.split_state and stage.group.axis("replica").size > 1 for stage in work.stages]
-    return tuple(
-        float(max(stage.parameters.trainable) * width) if copies else 0.0
-        for stage, copies in zip(work.stages, copied, strict=True)
-    )
+    found = []
+    for index, stage in enumerate(work.stages):
+        copies = gloo and stage.split_state and stage.group.axis("replica").size > 1
+        own = [tied for tied in work.tied if index in tied.stages]
+        shared = sum(tied.elements for tied in own if len({work.stages[other].lane for other in tied.stages}) > 1)
+        found.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
+    return tuple(found)
 
 
 def state_share(stage: StageWork) -> float:

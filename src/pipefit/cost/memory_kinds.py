@@ -54,7 +54,7 @@ def _held(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
 
 
 def _passing(costs: CostTable, placement: Sequence[int], lane: int) -> Array:
-    each = [_stages(costs.actions[kind].peak_bytes, placement, lane) for kind in ("F", "I", "B")]
+    each = [_stages(costs.actions[kind].peak_bytes, placement, lane) for kind in ("F", "I", "W", "B")]
     return np.concatenate([part.ravel() for part in each])
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pipefit.cluster.measured import Sharing
 from pipefit.cluster.topology import SELF, device_count, host_index, kind_of, link_between, rail_index
-from pipefit.cluster.types import Cluster, DeviceKind, Link
+from pipefit.cluster.types import Cluster, DeviceKind, Link, is_processor
 from pipefit.cost.curves import collective_factors, message_time_s, rail_message_time_s
 
 Port = tuple[str, int, int]
@@ -71,7 +71,7 @@ class Network:
         """Whether processes talk over gloo: the devices are processors, by their kind or as they were measured."""
         known = self.cluster.provenance.environment
         measured = self.cluster.measured is not None and "cpu" in known and "device" not in known
-        return measured or all(kind.name.split("-")[0] == "cpu" for kind in self.kinds)
+        return measured or all(map(is_processor, self.kinds))
 
     def link(self, source: int, target: int) -> Link:
         """The way from one device to another."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from pipefit.cluster.types import DeviceKind
-from pipefit.cost.memory import COMPUTE_BYTES, Precision
+from pipefit.cluster.types import DeviceKind, is_processor
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, saved_bytes
 from pipefit.model.ops.passing import Passing, passing_bytes
@@ -171,7 +171,8 @@ class Roofline:
         key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
             times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
-            self._known[key] = _layer(graph, place, times, precision, recompute)
+            widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
+            self._known[key] = _layer(graph, place, times, precision, recompute, widens)
         return self._known[key]
 
     def seconds(
@@ -205,7 +206,9 @@ def _symbols(place: Place) -> dict[str, int]:
     return {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
 
 
-def _layer(graph: Graph, place: Place, times: LayerSeconds, precision: Precision, recompute: Recompute) -> LayerCost:
+def _layer(
+    graph: Graph, place: Place, times: LayerSeconds, precision: Precision, recompute: Recompute, widens: bool
+) -> LayerCost:
     symbols = _symbols(place)
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:
@@ -217,7 +220,7 @@ def _layer(graph: Graph, place: Place, times: LayerSeconds, precision: Precision
         weight_s=times.weight_s,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
-        passing=passing_bytes(graph, symbols, width, recompute),
+        passing=passing_bytes(graph, symbols, width, recompute, widens),
     )
 
 

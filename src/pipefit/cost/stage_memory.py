@@ -22,7 +22,7 @@ class StageMemory:
     pending_bytes: float
     "Held from I to W."
     passing: Mapping[str, float]
-    "Of F, I and B: what they need beside the larger of what is held before and after, inputs and outputs among it."
+    "Of F, I, W and B: what they need beside the larger of what is held before and after, inputs and outputs among it."
 
 
 def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
@@ -31,21 +31,22 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
     pending = sum(layer.pending_bytes for layer in layers)
     first, last = layers[0].passing, layers[-1].passing
     if first is None or last is None:
-        return StageMemory(saved, pending, {"F": 0.0, "I": 0.0, "B": 0.0})
+        return StageMemory(saved, pending, {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0})
     tables = max(layer.passing.tables for layer in layers if layer.passing)
     taken = 0 if first.keeps_input else first.input
     given = {"B": last.output, "I": 0 if last.holds_output_gradient else last.output}
-    most = {"F": 0.0, "I": 0.0, "B": 0.0}
+    most = {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0}
     before, behind = float(tables), pending
     for place, layer in enumerate(layers):
         worst = layer.passing
         assert worst is not None, "all layers of a stage are costed alike"
         behind -= layer.pending_bytes
+        most["W"] = max(most["W"], pending - behind + worst.weight)
         end = place == len(layers) - 1
         most["F"] = max(most["F"], before + worst.forward + (taken if place else 0))
         most["B"] = max(most["B"], before + (worst.fused_last if end else worst.fused + given["B"]))
         at_once = worst.input_gradient_last if end else worst.input_gradient + given["I"]
         most["I"] = max(most["I"], before + behind + at_once)
         before += layer.saved_bytes
-    held = {"F": before, "B": before, "I": max(before, pending)}
+    held = {"F": before, "B": before, "I": max(before, pending), "W": pending}
     return StageMemory(before, pending, {kind: max(0.0, most[kind] - held[kind]) for kind in most})

@@ -56,6 +56,7 @@ class StageCost(NamedTuple):
     forward_passing_bytes: float
     input_passing_bytes: float
     fused_passing_bytes: float
+    weight_passing_bytes: float
 
 
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
@@ -306,7 +307,7 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         sum(cost.backward_s for cost in each),
         memory.saved_bytes,
         memory.pending_bytes,
-        *(memory.passing[kind] for kind in ("F", "I", "B")),
+        *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
     )
 
 
@@ -319,7 +320,6 @@ def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTa
     def array(value: Callable[[StageCost], float]) -> Array:
         return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
 
-    zero = np.zeros((1, 1, 1))
     return {
         "F": ActionTable(
             time_s=array(lambda c: c.forward_s),
@@ -332,7 +332,9 @@ def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTa
             peak_bytes=array(lambda c: c.input_passing_bytes),
         ),
         "W": ActionTable(
-            time_s=array(lambda c: c.weight_s), held_bytes=array(lambda c: -c.pending_bytes), peak_bytes=zero
+            time_s=array(lambda c: c.weight_s),
+            held_bytes=array(lambda c: -c.pending_bytes),
+            peak_bytes=array(lambda c: c.weight_passing_bytes),
         ),
         "B": ActionTable(
             time_s=array(lambda c: c.backward_s),

@@ -57,7 +57,7 @@ class CutMemory:
             saved, pending, passing = memory.saved_bytes, memory.pending_bytes, memory.passing
             self._known[key] = (
                 np.array([saved, pending - saved, -pending, -saved]),
-                np.array([passing["F"], passing["I"], 0.0, passing["B"]]),
+                np.array([passing["F"], passing["I"], passing["W"], passing["B"]]),
                 float(row.static_bytes[start:stop].sum()),
             )
         return self._known[key]

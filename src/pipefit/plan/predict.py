@@ -93,7 +93,7 @@ class Simulation:
 def _device_peak(
     kind: str, limit_bytes: float, static: Mapping[str, float], curve: MemoryCurve, end_bytes: float
 ) -> DevicePeak:
-    peak_bytes = max(float(curve.peak_bytes), float(sum(static.values())) + end_bytes)
+    peak_bytes = max(float(curve.peak_bytes), float(sum(static.values())) + curve.left_bytes + end_bytes)
     return DevicePeak(kind, limit_bytes, peak_bytes, static, curve)
 
 

@@ -35,6 +35,8 @@ class MemoryCurve:
     "When it is first reached."
     buffers_bytes: float
     "The largest sum of receive buffers alone."
+    left_bytes: float
+    "What is still kept of what was sent when the lane has nothing more to compute: until its last action is over."
     parts_bytes: Mapping[str, float]
     "What the peak is made of beside the static bytes: `saved` (held between actions), `passing`, `messages`."
 
@@ -58,7 +60,7 @@ def memory_curves(
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
     _add_reductions(events, graph, costs, times)
-    return events.curves(costs.static_bytes, len(graph.schedule.lanes))
+    return events.curves(costs.static_bytes, len(graph.schedule.lanes), PLACES * len(graph.table.kind))
 
 
 PLACES = 8
@@ -208,7 +210,8 @@ class _Events:
         none = np.zeros(len(change)) if passing is None else passing
         self.columns.append((lane, time_s, place, change, np.full(len(change), about), none))
 
-    def curves(self, static_bytes: Floats, lanes: int) -> tuple[MemoryCurve, ...]:
+    def curves(self, static_bytes: Floats, lanes: int, end: int) -> tuple[MemoryCurve, ...]:
+        """`end`: the place of what happens at the end of a lane."""
         lane, time_s, place, change, about, passing = (
             np.concatenate(column) for column in zip(*self.columns, strict=True)
         )
@@ -233,6 +236,7 @@ class _Events:
                     peak_bytes=max(static, peak),
                     peak_s=float(time_s[own][top]) if len(level) and peak > static else 0.0,
                     buffers_bytes=float(buffers.max()) if len(level) else 0.0,
+                    left_bytes=-float(change[own][place[own] == end].sum()),
                     parts_bytes={
                         "saved": float(sums[COMPUTE]) - passes,
                         "passing": passes,

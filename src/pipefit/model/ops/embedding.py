@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pipefit.model.graph import Shape
-from pipefit.model.ops.kind import OperatorKind
+from pipefit.model.ops.kind import Call, OperatorKind
 
 
 def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     tokens, weight = inputs[0], inputs[1]
     assert tokens is not None and weight is not None
     return ((*tokens, weight[1]),)
+
+
+def _widened_bytes(call: Call) -> int:
+    """The gradient of the rows, as wide as the table's buffer."""
+    return math.prod(call.outputs[0]) * call.wide_bytes
 
 
 OPERATORS = (
@@ -22,6 +28,7 @@ OPERATORS = (
         inputs=("tokens", "weight"),
         shapes=_shapes,
         pending_gradients=True,
+        widened_bytes=_widened_bytes,
         boundary=True,
         output_dtype="compute",
     ),

@@ -99,6 +99,9 @@ class OperatorKind:
     "Bytes that the forward allocates for itself: alive at its worst moment beside inputs, outputs and own bytes."
     backward_extra: Callable[[Call], int] = _no_bytes
     "The same of the backward, beside the gradients of outputs and inputs."
+    widened_bytes: Callable[[Call], int] = _no_bytes
+    "What adding the weight gradient allocates where its factors are made wider first: on processors, which do not sum"
+    " products in a wider type than theirs."
     deferred_extra: Callable[[Call], int] = _no_bytes
     "What is added to that where weight gradients are put off."
     boundary: bool = False

@@ -27,6 +27,13 @@ def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[s
     return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
 
 
+def _widened_bytes(call: Call) -> int:
+    """x and the gradient of the output, as wide as the gradient's buffer."""
+    x = call.inputs[0]
+    assert x is not None
+    return (math.prod(x) + math.prod(call.outputs[0])) * call.wide_bytes
+
+
 OPERATORS = (
     OperatorKind(
         kind="linear",
@@ -37,6 +44,7 @@ OPERATORS = (
         saves=_saves,
         pending_values=(0,),
         pending_gradients=True,
+        widened_bytes=_widened_bytes,
         boundary=True,
         heavy=True,
     ),

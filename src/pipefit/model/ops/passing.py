@@ -45,13 +45,18 @@ class Passing:
     "Whether the forward keeps its input for the backward."
     holds_output_gradient: bool
     "Whether a pending W holds the gradient of the output."
+    weight: int
+    "What W needs beside what it was kept for it."
     tables: int
     "What the layers of a stage share from F until B or I: cos and sin of the positions."
 
 
-def passing_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> Passing:
-    """The worst moments of one layer for `symbols` B, T (and P, S)."""
-    walk = _Walk(graph, symbols, compute_bytes, recompute)
+def passing_bytes(
+    graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, widens: bool = False
+) -> Passing:
+    """The worst moments of one layer for `symbols` B, T (and P, S). `widens`: on a device that makes the factors of
+    weight gradients as wide as their buffer first (`OperatorKind.widened_bytes`)."""
+    walk = _Walk(graph, symbols, compute_bytes, recompute, widens)
     hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
     result = graph.outputs[0]
     loss = not graph.tensor(result).shape
@@ -65,6 +70,7 @@ def passing_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int, 
         output=0 if loss else walk.analysis.value_bytes(result, symbols),
         keeps_input=hidden in walk.kept.values,
         holds_output_gradient=result in walk.analysis.pending_gradients(),
+        weight=max(map(walk.widened, range(len(graph.operators))), default=0),
         tables=_table_bytes(graph, symbols, compute_bytes),
     )
 
@@ -110,8 +116,10 @@ class _Heap:
 class _Walk:
     """One graph under one choice of recomputation."""
 
-    def __init__(self, graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute) -> None:
-        self.graph, self.symbols, self.compute_bytes = graph, symbols, compute_bytes
+    def __init__(
+        self, graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, widens: bool
+    ) -> None:
+        self.graph, self.symbols, self.compute_bytes, self.widens = graph, symbols, compute_bytes, widens
         self.analysis = analysis_of(graph, compute_bytes)
         self.choice = effective_recompute(graph, recompute)
         self.kept = kept(graph, recompute, compute_bytes)
@@ -162,6 +170,12 @@ class _Walk:
 
     def own_bytes(self, index: int) -> int:
         return KINDS[self.graph.operators[index].kind].own_bytes(self.calls[index])
+
+    def widened(self, index: int) -> int:
+        """What adding an operator's weight gradient allocates."""
+        operator = self.graph.operators[index]
+        trains = self.widens and self.analysis.trains(operator)
+        return KINDS[operator.kind].widened_bytes(self.calls[index]) if trains else 0
 
     def fresh(self, operator: Operator) -> list[str]:
         """The outputs with a storage of their own."""
@@ -288,11 +302,13 @@ class _Backward:
         if not arrived:
             return
         kind, made = KINDS[operator.kind], []
+        waits = self.deferred and self.analysis.trains(operator)
+        if not waits:
+            heap.pass_by(self.walk.widened(index))
         for name in dict.fromkeys(operator.inputs):
             if name and self.analysis.counts(name) and self.analysis.needs_gradient(name):
                 handed = self.analysis.hands_gradient_on(operator, name)
                 made.append((name, heap.hold(arrived[0]) if handed else heap.new(self.walk.bytes_of(name))))
-        waits = self.deferred and self.analysis.trains(operator)
         extra = kind.backward_extra(self.walk.calls[index])
         heap.pass_by(extra + (kind.deferred_extra(self.walk.calls[index]) if waits else 0))
         if waits:
