@@ -27,8 +27,14 @@ EXACT = 1e-10
 
 
 def sharded_step(group, rank, whole, layers, shares, sequence_parallel, recompute, mode, feeds, divisor, lengths=None):
-    """(loss, whole gradients by name) of one step on the shard axis, as this rank sees it."""
+    """`programs_step` of Megatron's programs."""
     programs = [shard_program(layer.graph, shares, sequence_parallel) for layer in layers]
+    return programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, lengths)
+
+
+def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, divisor, lengths=None):
+    """(loss, whole gradients by name) of one step on the shard axis, as this rank sees it."""
+    shares = programs[0].shares
     local = [
         StageLayer(layer.name, p.graphs[rank], layer.parameters) for layer, p in zip(layers, programs, strict=True)
     ]

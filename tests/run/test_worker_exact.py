@@ -71,6 +71,26 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
         "llama",
         lambda: plan("llama", microbatches=2, replicas=(2, 1, 1), shards=(1, 1), sharding="megatron-sp", zero1=True),
     ),
+    "searched": ("llama", lambda: plan("llama", microbatches=2, shards=(1, 1), sharding="searched")),
+    "searched, 3 uneven shards": (
+        "wide", lambda: plan("wide", microbatches=2, shards=(2, 1, 1), sharding="searched"),
+    ),
+    "searched, uneven shards x stages": (
+        "wide", lambda: plan("wide", stages=2, microbatches=2, shards=(2, 1), sharding="searched"),
+    ),
+    "searched x stages x replicas, tied, zero-1": (
+        "tied",
+        lambda: plan("tied", stages=2, microbatches=2, replicas=(1, 1), shards=(1, 1), sharding="searched", zero1=True),
+    ),
+    "searched, mixtral, full recomputation": (
+        "mixtral", lambda: plan("mixtral", microbatches=2, shards=(1, 1), sharding="searched", recompute=("full",)),
+    ),
+    "searched, gpt2, uneven shards, I and W apart": (
+        "gpt2",
+        lambda: plans.zero_bubble_like(
+            plan("gpt2", stages=2, microbatches=2, replicas=(1, 1), shards=(2, 1), sharding="searched")
+        ),
+    ),
     "tied, one stage": ("tied", lambda: plan("tied", microbatches=2, replicas=(1, 1))),
     "tied over 2 stages": ("tied", lambda: plan("tied", stages=2, microbatches=4)),
     "tied over 4 stages x 2 replicas, zero-1": (

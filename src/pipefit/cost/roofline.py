@@ -36,6 +36,8 @@ class Place(NamedTuple):
     "Symbol S: this device's part of the tokens where a shard program splits them."
     earlier: int | None = None
     "Slices that the past came in; None: as many as it has slices of this length."
+    own_rows: int = 0
+    "Symbol R: this device's part of the rows where a shard program splits them."
 
 
 CollectiveTime = Callable[[str, float], float]
@@ -203,7 +205,7 @@ class Roofline:
 
 
 def _symbols(place: Place) -> dict[str, int]:
-    return {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens}
+    return {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
 
 
 def _layer(

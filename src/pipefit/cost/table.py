@@ -218,8 +218,9 @@ def _costs_by_place(
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
-        start, stop = split(tokens, stage.group.axis("shard").shares)[position]
-        place = Place(stage.rows[replica], tokens, past, stop - start, earlier)
+        shares = stage.group.axis("shard").shares
+        own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, stage.rows[replica]))
+        place = Place(stage.rows[replica], tokens, past, own_tokens, earlier, own_rows)
         costs = [
             layers.layer(
                 graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings
@@ -227,6 +228,11 @@ def _costs_by_place(
             for graphs in stage.layers
         ]
         yield kind.name, costs
+
+
+def _part(length: int, shares: Sequence[int], position: int) -> int:
+    start, stop = split(length, shares)[position]
+    return stop - start
 
 
 def _stage_costs(

@@ -205,8 +205,8 @@ class PacedStage:
         rows, tokens = int(extent.shape[0]), int(extent.shape[1])
         past = sum(self._sizes[microbatch, earlier]["T"] for earlier in range(slice_))
         shard = self._program.shard
-        own = tokens if shard is None else shard.length(tokens)
-        sizes = {"B": rows, "T": tokens, "P": past, "S": own}
+        own_tokens, own_rows = (tokens, rows) if shard is None else (shard.length(tokens), shard.length(rows))
+        sizes = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
         self._sizes[microbatch, slice_] = sizes
         return sizes
 

@@ -26,6 +26,7 @@ from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule, lower_for, order_of
 from pipefit.plan.refine import refined_cuts
+from pipefit.plan.searched import Asked, asked_by, searched_recipes
 from pipefit.plan.sharded import Programs
 from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
 from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
@@ -103,9 +104,18 @@ class Workbench:
         cuts = refined_cuts(self.cutter, job, decisions, parts, costs_of, peaks)
         return parts if cuts == tuple(stage.layers[0] for stage in parts.stages[1:]) else parts_of(cuts)
 
+    def search_recipes(self, job: Job, asked: Asked) -> None:
+        """Search the shard programs of the module's layers; from now on `searched` means these."""
+        self.programs = Programs(
+            self.model, searched_recipes(self.model, self.module, self.network, self.layers, job, asked)
+        )
+        self.__dict__.pop("cutter", None)  # it holds the programs that were before
+
     def on(self, cluster: Cluster) -> Workbench:
         """The same model on another cluster."""
-        return Workbench(self.model, cluster, self.layers, self.source.name)
+        other = Workbench(self.model, cluster, self.layers, self.source.name)
+        other.programs = self.programs
+        return other
 
     @cached_property
     def cutter(self) -> Cutter:
@@ -152,6 +162,7 @@ class Workbench:
             hashes=self.hashes,
             decisions=decisions.words(cuts),
             cluster=self.cluster_source,
+            recipes=self.programs.recipes if decisions.sharding == "searched" else {},
         )
 
 
@@ -168,6 +179,8 @@ def build_plan(
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     check_length(bench.module, model, job.sequence, "job.sequence")
+    if decisions.sharding == "searched":
+        bench.search_recipes(job, asked_by(decisions, job.batch))
     if len(decisions.slices) > 1:
         check_sliceable(model, "slices")
     parts = bench.refined(job, decisions, bench.parts(job, decisions))

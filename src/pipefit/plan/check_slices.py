@@ -20,6 +20,9 @@ from pipefit.plan.types import Plan
 TOKENS = "T"
 """The symbol of the tokens of a slice in the shapes of a graph."""
 
+SPLIT_TOKENS = ("megatron-sp", "searched")
+"""Shardings whose programs split tokens, or may."""
+
 _SOME_ROWS = 7919
 """Stands for B where distances are compared: a prime that is no size of a model."""
 
@@ -51,7 +54,7 @@ def slice_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
 def shard_problems(plan: Plan) -> Iterator[PlanError]:
     """One for every stage that splits tokens over its shards and would leave one of them without."""
     for index, stage in enumerate(plan.stages):
-        if stage.sharding == "megatron-sp":
+        if stage.sharding in SPLIT_TOKENS:
             shares = plan.groups[stage.group].group().axis("shard").shares
             yield from _too_short(plan.order.slices, shares, f"order.slices and stages[{index}].sharding")
 
@@ -68,7 +71,7 @@ def check_cut(
             seen=f"{', '.join(map(str, slices))}: {sum(slices)} tokens",
             allowed=f"positive lengths adding up to {sequence}",
         )
-    if sharding == "megatron-sp":
+    if sharding in SPLIT_TOKENS:
         for error in _too_short(slices or (sequence,), shares, where):
             raise error
 

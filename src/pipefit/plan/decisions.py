@@ -15,7 +15,7 @@ from pipefit.layout import split
 from pipefit.plan.check_slices import check_cut
 from pipefit.plan.types import Job, Recompute
 
-Sharding = Literal["none", "megatron", "megatron-sp"]
+Sharding = Literal["none", "megatron", "megatron-sp", "searched"]
 Inner = Literal["replica", "stage"]
 
 
@@ -143,7 +143,7 @@ def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -
             "More than one shard needs a sharding, and a sharding more than one shard.",
             where="sharding",
             seen=f"shards {decisions.shards}, sharding {decisions.sharding}",
-            allowed="shards=2 with sharding=megatron or sharding=megatron-sp",
+            allowed="shards=2 with sharding=megatron, megatron-sp or searched",
         )
     _check_devices(decisions, devices)
     _check_job(decisions, job)

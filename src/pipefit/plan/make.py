@@ -18,6 +18,7 @@ from pipefit.plan.placement.in_planner import place_found
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress
+from pipefit.plan.searched import asked_in
 from pipefit.plan.sensitivity import sensitivity
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
@@ -45,6 +46,8 @@ def make_plan(
     """
     bench = Workbench(model, cluster, layers, name, cluster_source)
     pins = pins or {}
+    if pins.get("sharding") == "searched":
+        bench.search_recipes(job, asked_in(pins, job))
     found = best_plans(bench, job, pins, top, progress)
     if not found.fitting:
         raise does_not_fit(bench, job, pins, found)

@@ -66,7 +66,7 @@ KEYS: Mapping[str, Key] = {
     "replicas": Key("a count, or shares such as 2:1", _shares),
     "stages": Key("a count", _count),
     "shards": Key("a count, or shares such as 2:1", _shares),
-    "sharding": Key("none, megatron or megatron-sp", _choice("none", "megatron", "megatron-sp")),
+    "sharding": Key("none, megatron, megatron-sp or searched", _choice("none", "megatron", "megatron-sp", "searched")),
     "microbatches": Key("a count that divides the batch", _count),
     "schedule": Key(", ".join(sorted(FAMILIES)), _choice(*FAMILIES)),
     "recompute": Key("none, selective or full; or one of them for each stage, with commas", _recompute),
@@ -124,7 +124,7 @@ def _check_together(pins: Mapping[str, Any]) -> None:
             "More than one shard needs a sharding, and a sharding more than one shard.",
             where="--fix shards, sharding",
             seen=f"shards={len(pins['shards'])}, sharding={pins['sharding']}",
-            allowed="shards=2 with sharding=megatron or sharding=megatron-sp",
+            allowed="shards=2 with sharding=megatron, megatron-sp or searched",
         )
     if pins.get("sharding", "none") != "none" and "shards" not in pins:
         raise PlanError(

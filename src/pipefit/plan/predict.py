@@ -112,7 +112,7 @@ def simulate_plan(
     `programs`, `network` and `layers` are made from the model and the cluster where they are not handed in.
     """
     network = network or Network(cluster)
-    work = replace(pipeline_work(parts_of(plan), programs or Programs(model)), bucket_bytes=bucket_bytes)
+    work = replace(pipeline_work(parts_of(plan), programs or Programs(model, plan.recipes)), bucket_bytes=bucket_bytes)
     layers = layers or best_costs(cluster)
     costs = with_contention(cost_table(work, network, layers), work, network, layers)
     timeline = simulate(plan.order.schedule(), costs)

@@ -12,6 +12,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import Form
 from pipefit.model.graph import Graph, Layer, Model, Module
 from pipefit.plan.decisions import Sharding
+from pipefit.shard.program import ShardedGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,10 @@ class Count:
 class Programs:
     """The layer programs of a model under every sharding that is asked for, each made once and kept."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, recipes: Mapping[str, str] | None = None) -> None:
+        """`recipes` of a searched sharding, by graph, as a plan has them."""
         self.model = model
+        self.recipes: Mapping[str, str] = recipes or {}
         self.modules: Mapping[str, Module] = {module.name: module for module in model.modules}
         self._programs: dict[tuple[str, Sharding, tuple[int, ...]], LayerProgram] = {}
         self._counts: dict[tuple[str, Sharding, tuple[int, ...]], Mapping[str, Count]] = {}
@@ -58,9 +61,24 @@ class Programs:
         key = (layer.graph, sharding, shares)
         if key not in self._programs:
             graph = self.model.graphs[layer.graph]
-            whole = len(shares) == 1
-            self._programs[key] = _whole(graph) if whole else _megatron(graph, shares, sharding == "megatron-sp")
+            if len(shares) == 1:
+                self._programs[key] = _whole(graph)
+            elif sharding == "searched":
+                self._programs[key] = _searched(graph, shares, self._recipe(layer))
+            else:
+                self._programs[key] = _megatron(graph, shares, sharding == "megatron-sp")
         return self._programs[key]
+
+    def _recipe(self, layer: Layer) -> str:
+        if layer.graph not in self.recipes:
+            raise PlanError(
+                "The plan has no recipe for a layer whose sharding was searched.",
+                where=f"recipes, layer {layer.name!r}",
+                seen=", ".join(self.recipes) or "none",
+                allowed=f"one for the graph {layer.graph!r}",
+                next_step="make the plan again: pipefit plan ... --fix sharding=searched",
+            )
+        return self.recipes[layer.graph]
 
     def layers(self, module: str, run: tuple[int, int]) -> tuple[Layer, ...]:
         """Layers [start, stop) of a module. Raises PlanError for a module that the model does not have."""
@@ -117,7 +135,16 @@ def _whole(graph: Graph) -> LayerProgram:
 def _megatron(graph: Graph, shares: tuple[int, ...], sequence_parallel: bool) -> LayerProgram:
     from pipefit.shard.megatron import shard_program
 
-    sharded = shard_program(graph, shares, sequence_parallel)
+    return _program(shard_program(graph, shares, sequence_parallel))
+
+
+def _searched(graph: Graph, shares: tuple[int, ...], recipe: str) -> LayerProgram:
+    from pipefit.shard.recipe import parse_recipe, write
+
+    return _program(write(graph, shares, parse_recipe(recipe)))
+
+
+def _program(sharded: ShardedGraph) -> LayerProgram:
     return LayerProgram(
         graphs=tuple(sharded.graphs),
         hash=digest([part.hash for part in sharded.graphs]),

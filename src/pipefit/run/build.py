@@ -163,7 +163,7 @@ def check_runnable(plan: Plan) -> None:
 
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
     """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
-    made = Programs(model)
+    made = Programs(model, plan.recipes)
     result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].group().axis("shard").shares

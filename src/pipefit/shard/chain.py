@@ -1,7 +1,8 @@
 """The cheapest programs for a chain of layers: forms of the hidden state between them chosen jointly.
 
 Equal layers are searched once for every form that they can take; then a shortest path over the forms between layers
-gives each layer its program. Parameters that two layers share get one form, tried one by one.
+gives each its program: the same one for equal layers, so that plans and runs keep one a graph. Parameters that two
+layers share get one form, tried one by one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Link:
         return recipe_of(self.layer, self.choice, self.takes, self.gives)
 
 
+_Met = tuple[Form, tuple[tuple[str, tuple[Form, Form]], ...]]
+
+
 @dataclass
 class Chains:
     """Searches of one model's layers among the devices of one setting; templates are made once for all shares."""
@@ -66,6 +70,10 @@ class Chains:
             )
         return best[1]
 
+    def priced(self, graph: Graph, takes: Form, pinned: Pinned) -> PricedLayer:
+        """The template of one layer."""
+        return priced(graph, self.setting, takes, dict(pinned))
+
     def _path(
         self,
         layers: Sequence[Layer],
@@ -73,19 +81,30 @@ class Chains:
         tied: Mapping[str, Form],
         memo: dict[object, Mapping[Form, Link]],
     ) -> tuple[float, tuple[Link, ...]] | None:
-        """The cheapest way through the forms between layers; `tied` are the forms of shared parameters."""
+        """The cheapest way through the forms between layers; `tied` are the forms of shared parameters.
+
+        The state is the form after a layer, and the program of every graph that has been met.
+        """
         first = self.model.layer_graph(layers[0])
-        states: dict[Form, tuple[float, tuple[Link, ...]]] = dict.fromkeys(stream_forms(first, True), (0.0, ()))
+        states: dict[_Met, tuple[float, tuple[Link, ...]]] = {
+            (form, ()): (0.0, ()) for form in stream_forms(first, True)
+        }
         for layer in layers:
             pinned = tuple((local, tied[name]) for local, name in layer.parameters.items() if name in tied)
-            after: dict[Form, tuple[float, tuple[Link, ...]]] = {}
-            for form, (cost, path) in states.items():
+            after: dict[_Met, tuple[float, tuple[Link, ...]]] = {}
+            for (form, met), (cost, path) in states.items():
+                before = dict(met).get(layer.graph)
+                if before is not None and before[0] != form:
+                    continue
                 key = (layer.graph, pinned, form)
                 if key not in memo:
                     memo[key] = self._layer(layer.graph, pinned, form, shares)
                 for gives, link in memo[key].items():
-                    if gives not in after or cost + link.cost_s < after[gives][0]:
-                        after[gives] = cost + link.cost_s, (*path, link)
+                    if before is not None and before[1] != gives:
+                        continue
+                    state = gives, met if before is not None else (*met, (layer.graph, (form, gives)))
+                    if state not in after or cost + link.cost_s < after[state][0]:
+                        after[state] = cost + link.cost_s, (*path, link)
             states = after
         return min(states.values(), key=lambda one: one[0], default=None)
 
@@ -94,7 +113,7 @@ class Chains:
         graph = self.model.graphs[name]
         key = (name, pinned, takes)
         if key not in self._templates:
-            self._templates[key] = priced(graph, self.setting, takes, dict(pinned))
+            self._templates[key] = self.priced(graph, takes, pinned)
         layer = self._templates[key]
         fractions = held_fractions(layer.template.cuts, shares, self.setting.members)
         problem, numbers = layer.template.at(fractions, self.byte_price_s)

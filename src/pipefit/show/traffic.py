@@ -70,8 +70,11 @@ def _add_shard_collectives(
             continue
         rows = stage.rows[stage.group.position(ring[0], "replica")]
         for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
-            start, stop = split(tokens, stage.group.axis("shard").shares)[0]
-            symbols = {"B": rows, "T": tokens, "P": past, "S": stop - start}
+            (own_tokens, own_rows) = (
+                stop - start
+                for start, stop in (split(length, stage.group.axis("shard").shares)[0] for length in (tokens, rows))
+            )
+            symbols = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
             sent = sum(_collective_bytes(graphs[0], symbols, width, stage) for graphs in stage.layers)
             _add_ring(traffic, ring, sent * microbatches, "shards", network)
 

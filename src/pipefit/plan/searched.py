@@ -1,0 +1,120 @@
+"""Recipes for the shard programs of a plan whose sharding is searched: one for every distinct layer.
+
+They are searched once for a job, before the rest of the plan: for the shares that are asked for, on the first group of
+devices, for the rows and microbatches that are pinned. Where rows are not known, a microbatch has one, so that no
+program splits rows which a plan may not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import LayerCosts, Place, Roofline
+from pipefit.layout import split
+from pipefit.model.graph import Model, Module
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.types import Job, Precision
+from pipefit.shard.chain import Chains
+from pipefit.shard.pricing import Setting
+from pipefit.shard.synthesize import synthesize
+
+COLLECTIVES = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What of a plan its shard programs depend on."""
+
+    shares: tuple[int, ...]
+    devices: tuple[int, ...]
+    "Of one shard group."
+    rows: int
+    "Of a microbatch on that group."
+    microbatches: int
+
+
+def asked_by(decisions: Decisions, batch: int) -> Asked:
+    """What these decisions say: the replica with the fewest rows."""
+    rows = min(stop - start for start, stop in split(batch // decisions.microbatches, decisions.replicas))
+    return Asked(
+        shares=decisions.shards,
+        devices=decisions.lane_devices()[0][: len(decisions.shards)],
+        rows=rows,
+        microbatches=decisions.microbatches,
+    )
+
+
+def asked_in(pins: Mapping[str, Any], job: Job) -> Asked:
+    """What the pins say."""
+    shares = pins["shards"]
+    mapping = pins.get("mapping")
+    devices = mapping if isinstance(mapping, tuple) else tuple(range(len(shares)))
+    known = "microbatches" in pins and "replicas" in pins
+    microbatches = pins.get("microbatches", max(1, job.batch // len(pins.get("replicas", (1,)))))
+    rows = 1
+    if known and job.batch % microbatches == 0:
+        rows = max(1, min(stop - start for start, stop in split(job.batch // microbatches, pins["replicas"])))
+    return Asked(shares=shares, devices=devices[: len(shares)], rows=rows, microbatches=microbatches)
+
+
+def searched_recipes(
+    model: Model, module: Module, network: Network, layers: LayerCosts, job: Job, asked: Asked
+) -> Mapping[str, str]:
+    """The recipe of every graph of a module, as text. Raises PlanError where there is no program for these shares, or
+    none that fits."""
+    setting = setting_of(
+        model,
+        network,
+        layers,
+        devices=asked.devices,
+        rows=asked.rows,
+        tokens=job.sequence,
+        precision=job.precision,
+        microbatches=asked.microbatches,
+    )
+    found = synthesize(Chains(model, setting), module.layers, asked.shares)
+    return {layer.graph: link.recipe.text for layer, link in zip(module.layers, found.links, strict=True)}
+
+
+def setting_of(
+    model: Model,
+    network: Network,
+    layers: LayerCosts,
+    *,
+    devices: tuple[int, ...],
+    rows: int,
+    tokens: int,
+    precision: Precision,
+    microbatches: int,
+) -> Setting:
+    """The devices of a shard axis with what their links and their measured layers say."""
+    kinds = tuple(network.kinds[device] for device in devices)
+    rings = [devices]
+
+    def collective(kind: str, size: float) -> float:
+        return COLLECTIVES[kind](network, rings, size)
+
+    place = Place(rows, tokens, 0, tokens)
+
+    def whole_s(source: LayerCosts, kind: DeviceKind) -> float:
+        costs = [source.layer(graph, place, kind, precision, "none") for graph in model.graphs.values()]
+        return sum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
+
+    slowness = {
+        kind.name: whole_s(layers, kind) / whole_s(Roofline(), kind)
+        for kind in {kind.name: kind for kind in kinds}.values()
+    }
+    return Setting(
+        kinds=kinds,
+        collective=collective,
+        rows=rows,
+        tokens=tokens,
+        precision=precision,
+        microbatches=microbatches,
+        slowness=slowness,
+    )

@@ -1,0 +1,123 @@
+"""Searched programs over 2 and 3 gloo processes with uneven shares, against the same model on one device.
+
+Prices are drawn at random, so that the search takes one way after another that the rules allow: rows, tokens, heads,
+columns and features split, partial sums that pass through sums, conversions over a third form. Loss and every gradient
+in float64, 1e-10.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
+from tests.run.processes import run_processes
+from tests.run.test_stage_sharded import programs_step
+from tests.shard.random_clusters import random_setting
+
+from pipefit.model.graph import Layer, Model, Module
+from pipefit.run.stage import StageProgram
+from pipefit.shard.chain import Chains
+from pipefit.shard.recipe import parse_recipe, write
+
+pytestmark = pytest.mark.gloo
+
+EXACT = 1e-10
+
+
+class RandomPrices(Chains):
+    """A search where every way and every conversion costs what is drawn for it."""
+
+    def priced(self, graph, takes, pinned):
+        layer = super().priced(graph, takes, pinned)
+        draw = random.Random(f"{self.seed} {graph.hash} {takes}")
+
+        def drawn(one):
+            return None if one is None else replace(one, line=(draw.random() * self.toll, 0.0))
+
+        steps = tuple(
+            replace(
+                step,
+                ways=tuple(
+                    replace(
+                        way,
+                        passes=(),
+                        once_s=draw.random() * (0.1 if 1 in way.needs else 1.0) + (way.cut < 0 and 1 not in way.needs),
+                        toll=drawn(way.toll),
+                    )
+                    for way in step.ways
+                ),
+            )
+            for step in layer.template.steps
+        )
+        tolls = tuple({move: drawn(toll) for move, toll in each.items()} for each in layer.template.tolls)
+        return replace(layer, template=replace(layer.template, steps=steps, tolls=tolls))
+
+
+def model_of(layers) -> Model:
+    """The toy layers as a model; equal ones share a graph."""
+    graphs = {layer.graph.hash: layer.graph for layer in layers}
+    chain = tuple(Layer(name=one.name, graph=one.graph.hash, parameters=one.parameters) for one in layers)
+    return Model(family="user", config={}, modules=(Module(name="text", layers=chain),), graphs=graphs)
+
+
+def random_recipes(layers, shares, seed, rows, tokens, toll):
+    """The text of a recipe for every layer."""
+    kind = random_setting(0).kinds[0]
+    setting = replace(random_setting(0), kinds=(kind,) * len(shares), rows=rows, tokens=tokens)
+    model = model_of(layers)
+    search = RandomPrices(model, setting)
+    search.seed, search.toll = seed, toll
+    return [link.recipe.text for link in search.search(model.layers, shares)]
+
+
+def check_recipes(group, rank, cases):
+    """Every case on this rank."""
+    for shares, recompute, mode, options, recipes in cases:
+        layers = toy_layers(**options)
+        single = StageProgram(layers, dtype=torch.float64)
+        wanted = fill(single)
+        feeds = [toy_feed(6, 10, seed=1), toy_feed(6, 7, seed=2)]
+        whole = {name: p.data for name, p in single.parameters.items()}
+        if options.get("dropout"):
+            single.begin_step(0, 31)
+            wanted_loss = sum(single.forward(m, 0, {}, feed)["loss"] for m, feed in enumerate(feeds))
+            for m in range(len(feeds)):
+                single.backward(m, 0, {})
+        else:
+            wanted_loss, wanted = plain_gradients(single, feeds, 31, tied=options.get("tied", False))
+        programs = [write(layer.graph, shares, parse_recipe(text)) for layer, text in zip(layers, recipes, strict=True)]
+        loss, found = programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 31)
+        assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss), recipes
+        assert_close(found, wanted, EXACT)
+    return len(cases)
+
+
+WAYS = [("none", "B", {}), ("selective", "IW", {}), ("full", "B", {}), ("none", "IW", {"tied": True}),
+        ("selective", "B", {"dropout": 0.4})]  # fmt: skip
+
+
+def drawn_cases(all_shares, count):
+    found = []
+    for seed in range(count):
+        shares = all_shares[seed % len(all_shares)]
+        recompute, mode, options = WAYS[seed % len(WAYS)]
+        recipes = random_recipes(toy_layers(**options), shares, seed, 6, 7, (0.05, 1.0)[seed % 2])
+        found.append((shares, recompute, mode, options, recipes))
+    return found
+
+
+def test_two_devices():
+    todo = drawn_cases([(2, 1), (1, 1)], 20)
+    words = {word for case in todo for text in case[-1] for word in text.split()}
+    forms = {form for word in words if ">" in word for form in word.rpartition(":")[2].split(">")}
+    assert {"I", "P", "G0", "G1", "G2"} <= forms
+    assert {"d0", "d1", "heads", "in", "out", "+1"} <= words
+    assert run_processes(check_recipes, 2, todo) == [20, 20]
+
+
+def test_three_devices():
+    todo = drawn_cases([(3, 2, 2), (2, 1, 1)], 8)
+    assert run_processes(check_recipes, 3, todo) == [8] * 3
