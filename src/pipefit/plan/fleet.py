@@ -81,7 +81,14 @@ class Fleet:
             kinds = self.kind[:count].reshape(lanes, replicas)
         else:
             kinds = self.kind[:count].reshape(replicas, lanes).T
-        return [self._runs(row) for row in kinds]
+        known: dict[bytes, Runs] = {}
+        found = []
+        for row in np.ascontiguousarray(kinds):
+            key = row.tobytes()
+            if key not in known:
+                known[key] = self._runs(row)
+            found.append(known[key])
+        return found
 
     def runs_of(self, pattern: Pattern) -> list[Runs]:
         """The kinds of every lane's replicas in a pattern."""

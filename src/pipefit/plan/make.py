@@ -10,6 +10,7 @@ from pipefit.cluster.types import Cluster
 from pipefit.cost.roofline import LayerCosts
 from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
+from pipefit.plan.collecting import collection_put_off
 from pipefit.plan.fitting import FIT, best_plans
 from pipefit.plan.left_out import left_out
 from pipefit.plan.nearest import does_not_fit
@@ -25,6 +26,7 @@ from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
 
 
+@collection_put_off()
 def make_plan(
     model: Model,
     cluster: Cluster,

@@ -15,8 +15,8 @@ from typing import Any
 def share(
     first: Any, then: Any, waits: Any, duration: Any, transit: Any, rank: Any, flow: Any, first_port: Any, port: Any,
     use: Any, weight: Any, queue: Any, start: Any, moment: Any, ready: Any, left: Any, rate: Any, since: Any,
-    finish: Any, fresh: Any, behind: Any, stack: Any, pending: Any, active: Any, marked: Any, room: Any, asked: Any,
-    busy: Any, tail: Any, users: Any,
+    finish: Any, fresh: Any, behind: Any, stack: Any, pending: Any, active: Any, group: Any, marked: Any, room: Any,
+    asked: Any, busy: Any, tail: Any, users: Any,
 ) -> int:  # fmt: skip
     """Fill `start` and `moment` as `kernel.sweep` does; returns how many tasks ran (fewer than all: a circle).
 
@@ -140,40 +140,41 @@ def share(
                         if marked[port[entry]] != stamp:
                             marked[port[entry]] = stamp
                             grows = True
-        open_flows = 0
+        members = 0
         for index in range(running):
             task = active[index]
-            fresh[task] = 1.0
+            touched = False
             for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
-                if marked[port[entry]] == stamp:
-                    fresh[task] = -1.0
-                room[port[entry]] = 1.0
-            if fresh[task] < 0.0:
-                open_flows += 1
-            else:
-                fresh[task] = rate[task]
+                touched = touched or marked[port[entry]] == stamp
+            if touched:
+                for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
+                    room[port[entry]] = 1.0
+                fresh[task] = -1.0
+                group[members] = task
+                members += 1
+        open_flows = members
         while open_flows > 0:
-            for index in range(running):
-                task = active[index]
+            for index in range(members):
+                task = group[index]
                 for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
                     asked[port[entry]] = 0.0
             least, tight = -1.0, -1
-            for index in range(running):
-                task = active[index]
+            for index in range(members):
+                task = group[index]
                 if fresh[task] < 0.0:
                     for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
                         asked[port[entry]] += use[entry] * weight[flow[task]]
                     if least < 0.0 or 1.0 / weight[flow[task]] < least:
                         least = 1.0 / weight[flow[task]]
-            for index in range(running):
-                task = active[index]
+            for index in range(members):
+                task = group[index]
                 if fresh[task] < 0.0:
                     for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
                         level = room[port[entry]] / asked[port[entry]]
                         if level < least * (1.0 - 1e-9):
                             least, tight = level, port[entry]
-            for index in range(running):
-                task = active[index]
+            for index in range(members):
+                task = group[index]
                 if fresh[task] >= 0.0:
                     continue
                 chosen = tight < 0 and 1.0 / weight[flow[task]] <= least
@@ -185,8 +186,8 @@ def share(
                     open_flows -= 1
                     for entry in range(first_port[flow[task]], first_port[flow[task] + 1]):
                         room[port[entry]] = max(0.0, room[port[entry]] - use[entry] * fresh[task])
-        for index in range(running):
-            task = active[index]
+        for index in range(members):
+            task = group[index]
             if fresh[task] != rate[task]:
                 left[task] = max(0.0, left[task] - (now - since[task]) * rate[task])
                 since[task] = now
