@@ -39,7 +39,7 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     for turns in TURNS:
         if row.layers_per_stage % turns:
             continue
-        for own in ({}, {"slices": theirs.slices}) if len(theirs.slices) > 1 else ({},):
+        for own in tries(theirs):
             bench = workbench(row, constants, turns, limit)
             try:
                 fitting = search(bench, job_of(row), pins(row, turns) | own, top=1).fitting
@@ -50,6 +50,11 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     if not found and errors:
         raise errors[0]
     return min(found, key=lambda one: one[0])[1]
+
+
+def tries(theirs: Ran) -> list[Mapping[str, Any]]:
+    """What is pinned beside the layout: nothing; and once more TeraPipe's own slices, for what schedules alone gain."""
+    return [{}, {"slices": theirs.slices}] if len(theirs.slices) > 1 else [{}]
 
 
 def pins(row: Setting, turns: int) -> Mapping[str, Any]:

@@ -26,8 +26,9 @@ from lab_clusters import lab
 from lab_runs import CLUSTERS, Measured, lab_of, profiled, run_plans
 from pipefit.cluster import Cluster
 from pipefit.codec import dump_text
-from pipefit.cost.curves import action_time_s, find_layer, signature
+from pipefit.cost.curves import action_times_s, find_layer, signature
 from pipefit.cost.table import ACTION_OVERHEAD_S
+from pipefit.lab.lifecycle import Lab
 from pipefit.lab.pace import layer_facts
 from pipefit.lab.spec import LabFile
 from pipefit.lab.tables import DeviceTable
@@ -36,10 +37,11 @@ from pipefit.model.graph import Graph, Model
 from pipefit.model.registry import describe
 from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.make import make_plan
 from pipefit.plan.predict import predict, simulate_plan
-from pipefit.plan.slicing.count import overhead_of
-from pipefit.plan.slicing.cuts import elementwise, equal_cost, uniform
+from pipefit.plan.search import search
+from pipefit.plan.slicing.count import estimate_for, overhead_of
+from pipefit.plan.slicing.cuts import equal_cost, uniform
+from pipefit.plan.slicing.refine import refine
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
@@ -47,14 +49,17 @@ from token_slices_targets import at_least, at_most
 
 LAB = "token-slices"
 LANES, BLOCKS, SEQUENCE = 8, 16, 768
-GRID = 8
-"""Tokens of which slices are multiples."""
+GRID, OURS = 8, 2
+"""Tokens of which TeraPipe's slices are multiples, and all others: emulated devices have no tiles."""
 
 COUNTS = (6, 8, 10, 12, 14, 16, 20, 24, 32)
 """Of uniform slices, that are tried in the simulator."""
 
 UNIFORM = 3
 """Plans with uniform slices that are run."""
+
+SEARCHED = 40
+"""Slicings that the local search judges."""
 
 FLOPS = 1.25e9
 
@@ -66,7 +71,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
     with lab_of(LAB) as place:
         cluster = profiled(place, model, SEQUENCE, quick=quick, tokens=SEQUENCE)
         two, four = plans_for_two(model, cluster, quick), plans_for_four(model, cluster)
-        runs = dict(zip(two, run_plans(place, list(two.values()), model, steps=steps), strict=True))
+        runs = runs_of(place, two, model, steps)
         more = run_plans(place, list(four.values()), model, steps=steps, trace=True, count_bytes=True)
         runs_of_four = dict(zip(four, more, strict=True))
     return {
@@ -81,13 +86,23 @@ def measure(quick: bool = False) -> dict[str, Any]:
     } | {"targets": targets(two, runs, four, runs_of_four)}
 
 
+def runs_of(place: Lab, plans: Mapping[str, Plan], model: Model, steps: int) -> dict[str, Measured]:
+    """Of every plan; those without slices, whose steps are long, take one."""
+    found: dict[str, Measured] = {}
+    for sliced, count in ((True, steps), (False, 1)):
+        names = [name for name, plan in plans.items() if (len(plan.order.slices) > 1) == sliced]
+        runs = run_plans(place, [plans[name] for name in names], model, steps=count) if names else []
+        found |= dict(zip(names, runs, strict=True))
+    return found
+
+
 def lab_file() -> LabFile:
     """Four hosts of two devices. A launch costs a millisecond where a sequence's slice costs tens of them."""
     rates = {"fast": FLOPS}
     made = lab(LAB, ["fast"] * 4, [[2e7 if a != b else 0.0 for b in range(4)] for a in range(4)], rates)
     table = DeviceTable(
-        flops_per_s=FLOPS, memory_bytes_per_s=20 * FLOPS, knee_tokens=2.0, masked_share=0.0, layer_s=1e-4,
-        action_s=5e-4, jitter=0.01,
+        flops_per_s=FLOPS, memory_bytes_per_s=FLOPS / 2, knee_tokens=2.0, masked_share=0.0, layer_s=1e-4,
+        action_s=1e-3, jitter=0.01,
     )  # fmt: skip
     return replace(made, devices={"fast": table})
 
@@ -126,10 +141,7 @@ class StageTimes:
         self.once_s = known["F"] + known["B"] + 2 * ACTION_OVERHEAD_S
 
     def __call__(self, tokens: Any, past: Any) -> Any:
-        return elementwise(self._one)(tokens, past)
-
-    def _one(self, tokens: int, past: int) -> float:
-        each = sum(action_time_s(curve, 1, tokens, past) for curve in self.actions)
+        each = sum(action_times_s(curve, np.ones_like(tokens), tokens, past) for curve in self.actions)
         return BLOCKS // LANES * each + self.once_s
 
 
@@ -137,15 +149,15 @@ def plans_for_two(model: Model, cluster: Cluster, quick: bool) -> dict[str, Plan
     """By name, ours first."""
     job = Job(batch=2, sequence=SEQUENCE, precision="float32")
     maker = Maker(model, cluster, job)
-    found = {"ours": make_plan(model, cluster, job, PINS)}
+    found = {"ours": planned(model, cluster, job)}
     found |= {name: maker.plan(name) for name in ("gpipe", "1f1b", "interleaved-1f1b")}
     family, count = found["ours"].order.name, max(2, len(found["ours"].order.slices))
     times = StageTimes(model, cluster)
     found["terapipe"] = maker.plan("gpipe", best_slicing(SEQUENCE, LANES, times, multiple=GRID, sequences=2).slices)
-    found["1f1b, equal cost"] = maker.plan("1f1b", equal_cost(SEQUENCE, count, times, GRID))
-    families = [name for name in dict.fromkeys((family, "1f1b", "gpipe")) if name in maker.known]
+    found["1f1b, equal cost"] = maker.plan("1f1b", equal_cost(SEQUENCE, count, times, OURS))
+    families = [name for name in dict.fromkeys((family, "interleaved-1f1b", "1f1b", "gpipe")) if name in maker.known]
     even = {
-        f"{name}, {count} equal": maker.plan(name, uniform(SEQUENCE, count, GRID))
+        f"{name}, {count} equal": maker.plan(name, uniform(SEQUENCE, count, OURS))
         for name, count in itertools.product(families, COUNTS)
     }
     best = sorted(even, key=lambda name: predicted_s(even[name]))[: 1 if quick else UNIFORM]
@@ -161,12 +173,24 @@ def plans_for_four(model: Model, cluster: Cluster) -> dict[str, Plan]:
     slices = best_slicing(SEQUENCE, LANES, times, multiple=GRID, sequences=4).slices
     return {
         "all forwards": maker.plan("gpipe", slices),
-        "slice-1F1B": maker.plan("1f1b", equal_cost(SEQUENCE, len(slices), times, GRID)),
+        "slice-1F1B": maker.refined("1f1b", equal_cost(SEQUENCE, len(slices), times, OURS)),
     }
 
 
-PINS: Mapping[str, Any] = {"replicas": (1,), "devices": LANES, "recompute": ("none",)}
+PINS: dict[str, Any] = {"replicas": (1,), "devices": LANES, "recompute": ("none",), "mapping": "hostname"}
 """One pipeline of all devices; nothing is recomputed, as in TeraPipe."""
+
+
+def planned(model: Model, cluster: Cluster, job: Job) -> Plan:
+    """What the planner finds: freely, and with equal-cost slices of about the estimated number pinned."""
+    bench, times = Workbench(model, cluster), StageTimes(model, cluster)
+    best = estimate_for(SEQUENCE, LANES, job.batch, times, OURS)
+    counts = sorted({round(best * share) for share in (0.5, 0.7, 1.0)} - {0, 1})
+    slicings = [{"slices": equal_cost(SEQUENCE, count, times, OURS)} for count in counts]
+    found = [search(bench, job, PINS | own, top=1).fitting[:1] for own in ({}, *slicings)]
+    one = min(itertools.chain.from_iterable(found), key=lambda each: each.step_s)
+    plan = bench.plan(one.parts, one.decisions, one.simulation.timeline.schedule)
+    return predict(plan, model, one.simulation)
 
 
 class Maker:
@@ -192,6 +216,14 @@ class Maker:
         )
         made = build_plan(self.model, self.cluster, self.job, decisions, bench=self.bench)
         return predict(made, self.model, simulate_plan(made, self.model, self.cluster))
+
+    def refined(self, schedule: str, start: tuple[int, ...]) -> Plan:
+        """With slices found from these by local search, judged by the simulator."""
+
+        def value_of(slices: tuple[int, ...]) -> tuple[float, float]:
+            return 0.0, predicted_s(self.plan(schedule, slices))
+
+        return self.plan(schedule, refine([start], value_of, multiple=OURS, evaluations=SEARCHED).slices)
 
 
 def predicted_s(plan: Plan) -> float:

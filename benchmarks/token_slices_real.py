@@ -57,8 +57,9 @@ def measure(quick: bool = False) -> dict[str, Any]:
     size = QUICK if quick else FULL
     model = model_of(size)
     plans = plans_of(size, model, quick)
-    seconds, losses = in_ranks(rank_main, STAGES, model, plans, size, limit_s=LIMIT_S)
+    seconds, cpu_s, losses = in_ranks(rank_main, STAGES, model, plans, size, limit_s=LIMIT_S)
     table = dict(zip(plans, seconds, strict=True))
+    whole_s = dict(zip(plans, cpu_s, strict=True))["1f1b"]
     unsliced = [name for name in plans if "slices" not in name]
     base = min(unsliced, key=lambda name: statistics.median(table[name]))
     rows = [
@@ -68,9 +69,11 @@ def measure(quick: bool = False) -> dict[str, Any]:
             "median_s": statistics.median(table[name]),
             "limit": 1.0 if name in unsliced else limit(len(plan.order.slices)),
             **{key: value for key, value in compare(table[name], table[base]).items() if key.startswith("ratio")},
+            "cpu_s": own_s,
+            "slice_overhead_s": (own_s - whole_s) / (STAGES * SEQUENCES * max(1, len(plan.order.slices) - 1)),
             "loss": loss,
         }
-        for (name, plan), loss in zip(plans.items(), losses, strict=True)
+        for (name, plan), own_s, loss in zip(plans.items(), cpu_s, losses, strict=True)
     ]
     best = max((row for row in rows if row["plan"] not in unsliced), key=lambda row: row["ratio"])
     spread = max(losses) / min(losses) - 1
@@ -146,28 +149,33 @@ def rank_main(
     for side in sides:
         side.step()
     seconds: list[list[float]] = [[] for _ in sides]
+    cpu_s = [0.0 for _ in sides]
     for turn in range(size.rounds):
         order = range(len(sides)) if turn % 2 == 0 else reversed(range(len(sides)))
         for index in order:
-            seconds[index].append(timed(sides[index]))
+            wall_s, own_s = timed(sides[index])
+            seconds[index].append(wall_s)
+            cpu_s[index] += own_s / size.rounds
     losses = [side.loss for side in sides]
     if rank == 0:
-        results.put((seconds, losses))
+        results.put((seconds, cpu_s, losses))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def timed(side: Side) -> float:
-    """Seconds of the slower process, of a step that both begin together."""
+def timed(side: Side) -> tuple[float, float]:
+    """Of a step that both processes begin together: (seconds of the slower one, CPU seconds of both together)."""
     import torch
     import torch.distributed as dist
 
     dist.barrier()
-    began = time.perf_counter()
+    began, before = time.perf_counter(), time.process_time()
     side.step()
     taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    used = torch.tensor([time.process_time() - before], dtype=torch.float64)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    dist.all_reduce(used)
+    return float(taken), float(used)
 
 
 class Side:
@@ -211,10 +219,13 @@ def show(found: Mapping[str, Any]) -> None:
         f"real arithmetic: {STAGES} processes, {SEQUENCES} sequences of {size['sequence']} tokens, width "
         f"{size['width']}, {size['layers']} layers; ratios to {found['baseline']}"
     )
-    print(f"  {'plan':<20}{'median':>9}{'ratio':>8}  {'95 %':<14}{'limit':>6}")
+    print(f"  {'plan':<20}{'median':>9}{'ratio':>8}  {'95 %':<14}{'limit':>6}{'CPU':>9}{'each slice':>13}")
     rows: Sequence[Mapping[str, Any]] = found["rows"]
     for row in rows:
         low, high = row["ratio_95"]
         reach = f"{low:.3f}-{high:.3f}"
-        print(f"  {row['plan']:<20}{row['median_s']:>7.3f} s{row['ratio']:>8.3f}  {reach:<14}{row['limit']:>6.2f}")
+        print(
+            f"  {row['plan']:<20}{row['median_s']:>7.3f} s{row['ratio']:>8.3f}  {reach:<14}{row['limit']:>6.2f}"
+            f"{row['cpu_s']:>7.3f} s{row['slice_overhead_s'] * 1e3:>10.2f} ms"
+        )
     print(f"  losses differ by {found['loss_spread']:.1e}")
