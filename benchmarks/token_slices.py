@@ -35,7 +35,7 @@ QUICK = ("replay", "peaks", "real")
 def main() -> int:
     """All sections, or one; tables, targets, JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two settings, short runs, no lab unless asked for.")
+    parser.add_argument("--quick", action="store_true", help="One setting, short runs, no lab unless asked for.")
     parser.add_argument("--only", choices=SECTIONS, help="This section only; the others stay in a result that stands.")
     parser.add_argument("--json", help="Write the result here.")
     arguments = parser.parse_args()

@@ -43,8 +43,8 @@ from token_slices_v100 import (
 GRID = 8
 """Tokens of which TeraPipe's slices are multiples."""
 
-QUICK = (5, 8)
-"""Settings of `--quick`: two for which the paper gives the slices."""
+QUICK = (5,)
+"""Settings of `--quick`: one for which the paper gives the slices."""
 
 NUDGES: Mapping[str, tuple[float, ...]] = {
     **dict.fromkeys(FITTED, (0.8, 1.25)),
@@ -113,7 +113,8 @@ def replayed(row: Setting, constants: Constants) -> dict[str, Any]:
         "slice_overhead_s": overhead_of(row.sequence, count, StageTime(row, constants), GRID),
         "reduction_s": reduction_s(row, constants),
         "without": line(base),
-        "terapipe": line(theirs) | {"speedup": base.step_s / theirs.step_s, "objective_s": slicing.step_s},
+        "terapipe": line(theirs)
+        | {"speedup": base.step_s / theirs.step_s, "objective_s": slicing.step_s + reduction_s(row, constants)},
         "ours": line(ours) | {"speedup": base.step_s / ours.step_s},
         "allowed_share": allowed_share(row, theirs),
     }
