@@ -87,6 +87,13 @@ def regions(count: int, random: np.random.Generator) -> Truth:
     return _truth("cloud regions", between[np.ix_(at, at)], random)
 
 
+def plane(count: int, random: np.random.Generator) -> Truth:
+    """Hosts at random in a square; rates fall with the distance, by a factor of e across its side."""
+    place = random.uniform(0, 1, (count, 2))
+    apart = np.linalg.norm(place[:, None] - place[None, :], axis=2)
+    return _truth("in a plane", 25e9 * np.exp(-apart), random)
+
+
 def unstructured(count: int, random: np.random.Generator) -> Truth:
     """Every pair with a rate of its own: lognormal, sigma 0.35, the same both ways."""
     pair = random.normal(0.0, 0.35, (count, count))
@@ -99,6 +106,7 @@ KINDS: tuple[Callable[[int, np.random.Generator], Truth], ...] = (
     racks_in_order,
     racks_shuffled,
     regions,
+    plane,
     unstructured,
 )
 
@@ -250,7 +258,8 @@ def main() -> int:
     result: dict[str, Any] = {"provenance": provenance(), "lab" if arguments.lab else "simulated": []}
     if arguments.lab:
         from link_measurement_lab import HEAD as lab_head
-        from link_measurement_lab import KINDS, measure
+        from link_measurement_lab import KINDS as LAB_KINDS
+        from link_measurement_lab import measure
         from link_measurement_lab import row as lab_row
 
         result["lab"] = _others(arguments.json, arguments.kind, sizes)
@@ -259,7 +268,7 @@ def main() -> int:
             found = measure(count, arguments.repeats, arguments.kind, arguments.host_rounds)
             result["lab"].append(found | {"provenance": provenance()})
             print(lab_row(result["lab"][-1]), flush=True)
-        result["lab"].sort(key=lambda one: (KINDS.index(one["kind"]), one["hosts"]))
+        result["lab"].sort(key=lambda one: (LAB_KINDS.index(one["kind"]), one["hosts"]))
     else:
         print(HEAD)
         for count in sizes:

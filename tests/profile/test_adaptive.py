@@ -107,6 +107,18 @@ def test_where_nothing_is_common_everything_is_measured_at_little_more_than_a_to
     assert not times.predicted.any() and errors(times, time_s).mean() < 0.03
 
 
+def test_hosts_in_a_plane_are_told_by_their_places() -> None:
+    """Times that grow with the distance, and no classes: half of the rounds would not do without a low-rank factor."""
+    draw = np.random.default_rng(0)
+    place = draw.uniform(0, 1, (80, 2))
+    apart = np.linalg.norm(place[:, None] - place[None, :], axis=2)
+    time_s = 1e-3 * np.exp(apart + draw.normal(0, 0.02, (80, 80)))
+    times, chooser, _ = surveyed(time_s)
+    assert chooser.progress.rounds < 55 and not chooser.progress.everything
+    assert chooser.progress.shape is not None and chooser.progress.shape.rank
+    assert np.abs(times.time_s[-1] / time_s - 1)[times.predicted].mean() < 0.04
+
+
 @pytest.mark.parametrize("wanted", [3, 9])
 def test_as_many_rounds_as_are_wanted(wanted: int) -> None:
     time_s, _ = racked(24, 3)
@@ -152,7 +164,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["cluster"]: row for row in json.loads(output.read_text())["simulated"]}
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert rows["uniform"]["chosen"]["rounds"] < 15 and rows["uniform"]["chosen"]["false_structure"] < 0.005
     assert rows["unstructured"]["chosen"]["everything_measured"]
     assert "cloud regions" in done.stdout

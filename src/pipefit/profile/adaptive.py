@@ -37,6 +37,9 @@ OPEN = 0.02
 SMALL = 16
 """Up to so many hosts all pairs are measured."""
 
+PATIENCE = 24
+"""Rounds before predictions that stay bad are given up: places in a space show only then (`low_rank.py`)."""
+
 MOST = 0.6
 """After this share of a tournament without success the rest is played too."""
 
@@ -181,6 +184,7 @@ class Adaptive:
         held_out, found = self.progress.held_out, self.progress.completion
         clustered = found is not None and found.alike is not None
         stuck = not clustered and len(held_out) >= 2 and held_out[-1] > max(2 * self.target, 0.8 * held_out[-2])
+        stuck = stuck and self.progress.rounds >= PATIENCE
         return stuck or self.progress.rounds > MOST * self.progress.full_rounds
 
     def _chosen(self, found: Completion, audit: Sequence[Pair]) -> Games:

@@ -1,7 +1,8 @@
 """How well links that were not measured can be concluded from those that were, and in which way best.
 
-Of every way (hosts' effects alone, a bottleneck at the slower end, classes of hosts) a part of the measured pairs is
-hidden and predicted; the simplest way whose error is near the smallest is taken.
+Of every way (hosts' effects alone, a bottleneck at the slower end, classes of hosts; where these are poor, places of
+the hosts in a space of few dimensions) a part of the measured pairs is hidden and predicted; the simplest way whose
+error is near the smallest is taken.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from pipefit.profile.classes import Alike, find_classes
 from pipefit.profile.effects import Array
 from pipefit.profile.estimate import Logs, Shape, Table, link_logs
+from pipefit.profile.low_rank import RANKS
 
 FOLDS = 3
 MANY = 4000
@@ -20,6 +22,9 @@ MANY = 4000
 
 SIMPLER = 1.05
 """A simpler way is taken whose error is at most so many times the smallest."""
+
+POOR = 0.05
+"""Where no way has a smaller error, noise included, places in a space are tried, too."""
 
 PLAUSIBLE = 1.5
 """Ways whose error is at most so many times that of the chosen one may still be right."""
@@ -41,24 +46,43 @@ class Completion:
 
 def complete(table: Table) -> Completion:
     """The best way to conclude links from others, for messages of one size."""
-    tried = {way: _hidden(table, *way) for way in WAYS}
-    error = {way: float(np.mean(np.abs(errors))) if len(errors) else 1.0 for way, (errors, _) in tried.items()}
+    tried = {way: _hidden(table, way) for way in WAYS}
+    error = {way: _mean(errors) for way, (errors, _) in tried.items()}
+    if min(error.values()) > POOR:
+        tried |= {way: _hidden(table, way) for way in SPACES}
+        error |= {way: _mean(tried[way][0]) for way in SPACES}
     least = min(error.values())
-    chosen = next(way for way in WAYS if error[way] <= SIMPLER * least + 1e-3)
+    chosen = next(way for way in error if error[way] <= SIMPLER * least + 1e-3)
     alike = {bottleneck: find_classes(table, bottleneck) for bottleneck in (False, True)}
     shapes = {
-        (classes, bottleneck): Shape(classes=_labels(alike[bottleneck] if classes else None), bottleneck=bottleneck)
-        for classes, bottleneck in WAYS
-        if error[classes, bottleneck] <= PLAUSIBLE * error[chosen] + 1e-3
+        way: replace(way.shape, classes=_labels(alike[way.shape.bottleneck] if way.classes else None))
+        for way in error
+        if error[way] <= PLAUSIBLE * error[chosen] + 1e-3
     }
     shape = replace(shapes[chosen], doubt=_doubt(*tried[chosen]))
     logs = link_logs(table, shape)
     said = [logs.log_s, *(link_logs(table, other).log_s for way, other in shapes.items() if way != chosen)]
-    return Completion(shape, logs, alike[chosen[1]], np.asarray(np.var(said, axis=0)), error[chosen])
+    disagreement = np.asarray(np.var(said, axis=0))
+    return Completion(shape, logs, alike[chosen.shape.bottleneck], disagreement, error[chosen])
 
 
-WAYS = ((False, False), (False, True), (True, False), (True, True))
-"""(classes, bottleneck), the simplest first."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to conclude links from others: a shape, whose classes are found anew."""
+
+    classes: bool
+    shape: Shape
+
+
+WAYS = tuple(Way(classes, Shape(bottleneck=bottleneck)) for classes in (False, True) for bottleneck in (False, True))
+"""The simplest first."""
+
+SPACES = tuple(Way(False, Shape(rank=rank)) for rank in RANKS)
+"""Tried where the others are poor."""
+
+
+def _mean(errors: Array) -> float:
+    return float(np.mean(np.abs(errors))) if len(errors) else 1.0
 
 
 def _labels(alike: Alike | None) -> tuple[int, ...]:
@@ -78,7 +102,7 @@ def beside_noise(error: float, noise: float) -> float:
     return float(np.sqrt(max(0.0, error**2 - noise**2)))
 
 
-def _hidden(table: Table, classes: bool, bottleneck: bool) -> tuple[Array, Array]:
+def _hidden(table: Table, way: Way) -> tuple[Array, Array]:
     """(errors of hidden pairs, the variances that were claimed for them)."""
     count = len(table.members)
     low, high = np.minimum(table.source, table.target), np.maximum(table.source, table.target)
@@ -91,10 +115,9 @@ def _hidden(table: Table, classes: bool, bottleneck: bool) -> tuple[Array, Array
         seen, hidden = table.only(fold_of != turn), table.only(fold_of == turn)
         if not len(seen.one_way_s) or not len(hidden.one_way_s):
             continue
-        shape = Shape(bottleneck=bottleneck)
-        if classes:
-            alike = find_classes(seen, bottleneck)
-            shape = replace(shape, classes=_labels(alike))
+        shape = way.shape
+        if way.classes:
+            shape = replace(shape, classes=_labels(find_classes(seen, shape.bottleneck)))
         logs = link_logs(seen, shape)
         means = means_of(hidden, logs)
         where = np.isfinite(means)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipefit.profile.effects import Array, Fit, Indices, Term, fit
 from pipefit.profile.links import TINY, LinkSample
+from pipefit.profile.low_rank import factored
 
 Bools = NDArray[np.bool_]
 
@@ -61,6 +62,8 @@ class Shape:
     "By host: hosts with the same number behave alike; empty for none."
     bottleneck: bool = False
     "Whether a link is as slow as the slower of its two ends, rather than as both together."
+    rank: int = 0
+    "Of a product of the hosts' places that links follow (`low_rank.py`); 0 for none."
     doubt: float = 1.0
     "What the variance of a predicted link is multiplied by: cross-validation finds more than the formulas."
 
@@ -171,6 +174,8 @@ def link_logs(table: Table, shape: Shape) -> Logs:
     count = len(table.members)
     values = np.log(table.one_way_s)
     floor = _floor(table, values) if shape.bottleneck else np.zeros((count, count))
+    if shape.rank:
+        floor += factored(values - floor[table.source, table.target], table.source, table.target, count, shape.rank)
     way = table.source * count + table.target
     terms = [Term("link", way, count * count)]
     if count > 2:
