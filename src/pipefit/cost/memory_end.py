@@ -19,12 +19,12 @@ RUN_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 24}
 
 def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     """Of every stage: what its reduction holds from its last backward until all reductions are over. Parameters that
-    lanes share are not scattered."""
+    lanes share are not scattered (with shards they are counted, on the safe side)."""
     width = GRADIENT_BYTES[work.precision]
     found = []
     for index, stage in enumerate(work.stages):
         copies = gloo and stage.split_state and stage.group.axis("replica").size > 1
-        own = [tied for tied in work.tied if index in tied.stages]
+        own = [tied for tied in work.tied if index in tied.stages and stage.group.axis("shard").size == 1]
         shared = sum(tied.elements for tied in own if len({work.stages[other].lane for other in tied.stages}) > 1)
         found.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
     return tuple(found)
