@@ -22,6 +22,7 @@ from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.placement.shape import Question, make_question
+from pipefit.plan.ports import in_step
 from pipefit.plan.search import evaluate
 from pipefit.plan.types import Job
 
@@ -85,8 +86,8 @@ class Instance:
         )
 
     def simulated(self, decisions: Decisions) -> Evaluated:
-        """The simulated candidate, its order lowered for its own times."""
-        return evaluate(self.bench, decisions, self.bench.parts(self.job, decisions))
+        """The simulated candidate, its order lowered for its own times, all replicas in step."""
+        return in_step(evaluate(self.bench, decisions, self.bench.parts(self.job, decisions)))
 
     def step_s(self, devices: tuple[int, ...] | list[int] | NDArray[Any]) -> float:
         """The simulated iteration of a placement: device of every (stage, replica)."""

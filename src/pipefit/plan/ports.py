@@ -7,6 +7,7 @@ it can be longer. So the bound of a candidate's cost table is that of its slowes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipefit.cost.contention import with_contention
 from pipefit.cost.table import cost_table
@@ -14,6 +15,8 @@ from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.bounds import table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.outcome import Evaluated
+from pipefit.simulate import simulate
 
 
 def shared_costs(bench: Workbench, work: PipelineWork, costs: CostTable | None = None) -> CostTable:
@@ -31,3 +34,11 @@ def shared_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int
     assert costs.contention is not None, "the table says what is shared"
     pipelines = costs.contention.pipelines
     return max(table_bound_s(one, placement, microbatches, schedule) for one in pipelines)
+
+
+def in_step(one: Evaluated) -> Evaluated:
+    """The candidate as the plain simulator has it: all replicas in step, every lane with a port of its own."""
+    simulation = one.simulation
+    costs = replace(simulation.costs, contention=None)
+    timeline = simulate(simulation.timeline.schedule, costs)
+    return replace(one, simulation=replace(simulation, costs=costs, timeline=timeline))

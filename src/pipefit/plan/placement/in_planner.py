@@ -14,11 +14,11 @@ from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.links import links_differ
 from pipefit.plan.placement.search import Budget, place
 from pipefit.plan.placement.shape import make_question
+from pipefit.plan.ports import in_step
 from pipefit.plan.search import simulated
 from pipefit.plan.types import Job
 from pipefit.plan.work import pipeline_work
 from pipefit.schedule.actions import Schedule
-from pipefit.simulate import simulate
 from pipefit.units import format_seconds
 
 SHORT_LIST = 4
@@ -110,8 +110,7 @@ def moves_for(slots: int, most: int) -> int:
 def _placed(bench: Workbench, job: Job, one: Evaluated, most: int, seed: int, compiled: bool | None) -> Evaluated:
     """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
     simulation = one.simulation
-    costs = replace(simulation.costs, contention=None)
-    timeline = simulate(simulation.timeline.schedule, costs)
+    timeline = in_step(one).simulation.timeline
     question = make_question(simulation.work, bench.network, bench.layers, timeline)
     moves = moves_for(one.decisions.device_count, most)
     found = place(question, timeline, Budget(moves=moves, seed=seed), compiled=compiled)
