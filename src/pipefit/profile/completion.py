@@ -24,7 +24,7 @@ SIMPLER = 1.05
 """A simpler way is taken whose error is at most so many times the smallest."""
 
 POOR = 0.05
-"""Where no way has a smaller error, noise included, places in a space are tried, too."""
+"""Where no way has a smaller error, noise included, and no classes are found, places in a space are tried, too."""
 
 PLAUSIBLE = 1.5
 """Ways whose error is at most so many times that of the chosen one may still be right."""
@@ -48,12 +48,12 @@ def complete(table: Table) -> Completion:
     """The best way to conclude links from others, for messages of one size."""
     tried = {way: _hidden(table, way) for way in WAYS}
     error = {way: _mean(errors) for way, (errors, _) in tried.items()}
-    if min(error.values()) > POOR:
+    alike = {bottleneck: find_classes(table, bottleneck) for bottleneck in (False, True)}
+    if min(error.values()) > POOR and not any(alike.values()):
         tried |= {way: _hidden(table, way) for way in SPACES}
         error |= {way: _mean(tried[way][0]) for way in SPACES}
     least = min(error.values())
     chosen = next(way for way in error if error[way] <= SIMPLER * least + 1e-3)
-    alike = {bottleneck: find_classes(table, bottleneck) for bottleneck in (False, True)}
     shapes = {
         way: replace(way.shape, classes=_labels(alike[way.shape.bottleneck] if way.classes else None))
         for way in error
