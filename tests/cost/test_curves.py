@@ -171,6 +171,19 @@ def test_many_sizes_at_once_cost_what_they_cost_one_by_one() -> None:
     assert together.tolist() == [curves.action_time_s(curve, *size) for size in sizes.tolist()]
 
 
+def test_the_roofline_counts_the_kernels_of_every_earlier_slice() -> None:
+    """Five more forward and four backward for each, of one second here, where the work takes next to nothing."""
+    base = local(1).kinds["cpu"]
+    kind = replace(base, peak_flops_per_s={"float32": 1e30}, memory_bandwidth_bytes_per_s=1e30, overhead_s=1.0)
+    none, one, four, unsaid = (
+        Roofline().layer(layer_graph(), place, kind, "float32", "none")
+        for place in (Place(1, 8, 0, 8), Place(1, 8, 32, 8, 1), Place(1, 8, 32, 8, 4), Place(1, 8, 32, 8))
+    )
+    assert one.forward_s - none.forward_s == pytest.approx(5) and one.input_s - none.input_s == pytest.approx(4)
+    assert four.forward_s - none.forward_s == pytest.approx(20) and four.input_s - none.input_s == pytest.approx(16)
+    assert (unsaid.forward_s, four.weight_s) == (four.forward_s, none.weight_s), "32 tokens are four slices of 8"
+
+
 def test_curves_of_before_earlier_slices_were_told_apart_still_hold() -> None:
     old = ActionCurve(tokens=(10.0, 20.0), time_s=(1.0, 3.0), attention_s=(0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0))
     assert curves.action_time_s(old, 1, 10, 40, 4) == pytest.approx(1.5)

@@ -39,6 +39,17 @@ class Place(NamedTuple):
     own_rows: int = 0
     "Symbol R: this device's part of the rows where a shard program splits them."
 
+    @property
+    def chunks(self) -> int:
+        """Earlier slices that attention goes through one by one."""
+        if not self.past:
+            return 0
+        return max(1, round(self.past / max(1, self.tokens)) if self.earlier is None else self.earlier)
+
+
+MERGING = (5, 4)
+"""Kernels that attention runs for each earlier slice beside those for its own keys, forward and backward: over that
+slice's keys, and to merge what comes of them (`run/ops/attention.py`)."""
 
 CollectiveTime = Callable[[str, float], float]
 """(kind of collective, bytes of the whole tensor) -> seconds over the shard axis in question."""
@@ -195,7 +206,8 @@ class Roofline:
         if key not in self._operators:
             symbols = _symbols(place)
             self._operators[key] = [
-                _operator(graph, operator, symbols, kind, precision, collective) for operator in graph.operators
+                _operator(graph, operator, symbols, kind, precision, collective, place.chunks)
+                for operator in graph.operators
             ]
         times = self._operators[key]
         sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
@@ -233,6 +245,7 @@ def _operator(
     kind: DeviceKind,
     precision: Precision,
     collective: CollectiveTime | None,
+    chunks: int,
 ) -> tuple[float, float, float]:
     """Seconds of (forward, input gradient, weight gradient)."""
     if operator.kind in BACKWARD:
@@ -241,6 +254,9 @@ def _operator(
     forward_s, input_s, weight_s = (
         _roof(work, rate, kind) for work in operator_work(graph, operator, symbols, precision)
     )
+    if operator.kind == "attention":
+        more_s, back_s = (count * chunks * kind.overhead_s for count in MERGING)
+        return forward_s + more_s, input_s + back_s, weight_s
     return forward_s, input_s, weight_s
 
 
