@@ -17,8 +17,11 @@ WHOLE, PARTIAL = 0, 1
 BITS = 8
 """Of the state, for each value: G(5) is the last form."""
 
-COMPARED = 24
-"""The cheapest states that every other is compared with, to drop those that cost more and hold no more."""
+ALL = (1 << BITS) - 1
+"""Every form of one value."""
+
+COMPARED = 8
+"""The cheapest states that every other is compared with, to drop what they can become for no more."""
 
 
 def split_along(dim: int) -> int:
@@ -127,6 +130,7 @@ class _Frontier:
         self.slots: dict[int, int] = {}
         "Value -> its place in the state, while it is alive."
         self.free: list[int] = []
+        self.fills: dict[tuple[int, int, int], float] = {}
         self.known: dict[tuple[int, int, int], list[tuple[int, float, tuple[Move, ...]]]] = {}
 
     def start(self) -> int:
@@ -144,7 +148,7 @@ class _Frontier:
         dying = [value for value in held if self.last[value] == place]
         drop = 0
         for value in dying:
-            drop |= ((1 << BITS) - 1) << held[value]
+            drop |= ALL << held[value]
         keeps = step.output in self.last
         after: dict[int, tuple[float, _Trail | None]] = {}
         made: list[tuple[int, float, int, _Trail | None, tuple[Move, ...]]] = []
@@ -159,7 +163,46 @@ class _Frontier:
             state = reached | (1 << (slot + step.ways[number].gives) if keeps else 0)
             if state not in after or cost < after[state][0]:
                 after[state] = cost, _Trail(trail, number, moves)
-        return _undominated(after)
+        return self._undominated(after)
+
+    def _undominated(self, states: Mapping[int, tuple[float, _Trail | None]]) -> dict[int, tuple[float, _Trail | None]]:
+        """Without states that cost as much as a cheaper one with the conversions that make it hold all they hold."""
+        kept: dict[int, tuple[float, _Trail | None]] = {}
+        cheapest: list[tuple[int, float]] = []
+        for state, reached in sorted(states.items(), key=lambda item: item[1][0]):
+            if any(self._to_hold_s(other, state, reached[0] - cost) for other, cost in cheapest):
+                continue
+            kept[state] = reached
+            if len(cheapest) < COMPARED:
+                cheapest.append((state, reached[0]))
+        return kept
+
+    def _to_hold_s(self, state: int, wanted: int, budget_s: float) -> bool:
+        """Whether conversions for no more than this make a state hold all that another one holds."""
+        if not wanted & ~state:
+            return True
+        for value, slot in self.slots.items():
+            have, want = state >> slot & ALL, wanted >> slot & ALL
+            if want & ~have:
+                key = (value, have, want)
+                if key not in self.fills:
+                    self.fills[key] = self._fill_s(value, have, want)
+                budget_s -= self.fills[key]
+                if budget_s < 0:
+                    return False
+        return True
+
+    def _fill_s(self, value: int, mask: int, wanted: int) -> float:
+        """Seconds of some conversions that add the wanted forms of a value; infinite where there are none."""
+        total = 0.0
+        for form in range(BITS):
+            if wanted >> form & 1 and not mask >> form & 1:
+                paths = self._paths(value, mask, form)
+                if not paths:
+                    return float("inf")
+                mask, seconds, _ = paths[0]
+                total += seconds
+        return total
 
     def reached(self, state: int, needs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, float, tuple[Move, ...]]]:
         """Every way to have all of `needs` (value, form): (state, seconds, conversions)."""
@@ -168,7 +211,7 @@ class _Frontier:
             return
         (value, form), rest = needs[0], needs[1:]
         slot = self.slots[value]
-        mask = state >> slot & ((1 << BITS) - 1)
+        mask = state >> slot & ALL
         for more, seconds, moves in self._paths(value, mask, form):
             for final, others_s, others in self.reached(state | more << slot, rest):
                 yield final, seconds + others_s, (*moves, *others)
@@ -197,20 +240,6 @@ class _Frontier:
     def _take(self, value: int) -> int:
         self.slots[value] = self.free.pop() if self.free else BITS * len(self.slots)
         return self.slots[value]
-
-
-def _undominated(states: dict[int, tuple[float, _Trail | None]]) -> dict[int, tuple[float, _Trail | None]]:
-    """Without states that cost as much as another one and hold no more than it."""
-    ordered = sorted(states.items(), key=lambda item: item[1][0])
-    kept: dict[int, tuple[float, _Trail | None]] = {}
-    cheapest: list[int] = []
-    for state, reached in ordered:
-        if any(state & ~other == 0 for other in cheapest):
-            continue
-        kept[state] = reached
-        if len(cheapest) < COMPARED:
-            cheapest.append(state)
-    return kept
 
 
 def _solution(cost_s: float, trail: _Trail) -> Solution:

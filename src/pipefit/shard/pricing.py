@@ -13,6 +13,7 @@ from functools import cached_property
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
+from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.cost.roofline import BACKWARD, CollectiveTime, Work, operator_work
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count, multiply_sizes
@@ -187,8 +188,9 @@ class _Pricing:
             assert cut is not None
             once_s = 0.0
             if form == IDENTITY and spec.trainable:
-                gradient = float(elements * GRADIENT_BYTES[self.setting.precision])
-                once_s = self.setting.collective("all_reduce", gradient) / self.setting.microbatches
+                gradient = elements * GRADIENT_BYTES[self.setting.precision]
+                bucket_s = self.setting.collective("all_reduce", float(BUCKET_BYTES))  # gradients are reduced together
+                once_s = bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches
             update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
             seconds = [
                 update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches for kind in self.setting.distinct

@@ -126,6 +126,16 @@ def _lines(ways: Sequence[OpenWay], passes: Sequence[int], kind: int) -> Iterato
             yield way.passes[number][kind], way.cut
 
 
+def nearest(weights: Weights) -> tuple[int, ...]:
+    """The smallest whole shares that are within 0.1 % of everything of these weights."""
+    found = rounded(weights, ())
+
+    def error(shares: tuple[int, ...]) -> float:
+        return max(abs(share / sum(shares) - weight) for share, weight in zip(shares, weights, strict=True))
+
+    return next((shares for shares in found if error(shares) <= 1e-3), found[-1])
+
+
 def stretches_of(chain: Sequence[Chosen]) -> list[tuple[Stretch, int]]:
     """The stretches of layers one after the other, equal ones together: one that ends a layer goes on in the next,
     unless that begins with a collective."""
@@ -191,10 +201,11 @@ def least_fraction(cuts: Sequence[int]) -> float:
 
 
 def rounded(weights: Weights, units: Sequence[int]) -> list[tuple[int, ...]]:
-    """Whole shares near these weights: by the units of every cut, and finer; every device has one at least."""
+    """Whole shares near these weights, small numbers first: by the units of every cut, and finer; every device has one
+    at least."""
     exact = [round(weight * 1e9) for weight in weights]
     found: dict[tuple[int, ...], None] = {}
-    for total in sorted({*(unit for unit in units if unit <= 4096), 16, 60, 100, 1000}):
+    for total in sorted({*(unit for unit in units if 0 < unit <= 4096), *range(2, 17), 32, 64, 100, 1000}):
         if total >= len(weights):
             counts = [max(1, stop - start) for start, stop in split(total, exact)]
             common = gcd(*counts)

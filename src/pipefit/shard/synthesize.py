@@ -23,10 +23,12 @@ from pipefit.shard.shares import (
     cuts_of,
     held_bytes,
     least_fraction,
+    nearest,
     rooms,
     rounded,
     stretches_of,
 )
+from pipefit.shard.template import Stretch
 from pipefit.units import format_bytes
 
 Program = TypeVar("Program")
@@ -35,8 +37,11 @@ Shares = TypeVar("Shares")
 ROUNDS = 12
 """Of going back and forth from one start, at most; three are usual."""
 
-PRICES = 24
-"""How often the price of a byte is doubled until a program fits."""
+PRICES = 5
+"""How many prices of a byte are tried between one that changes nothing and one that decides everything."""
+
+DEAREST = 1e3
+"""The highest price: filling a device's memory costs so many times the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +111,31 @@ def synthesize(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = 
 
     Raises PlanError where there is no program, or none that fits in memory.
     """
-    chains.byte_price_s = 0.0
-    price = 0.0
+    found = _at_price(chains, layers, shares, 0.0)
+    if found is not None and fits(chains, found.held_bytes):
+        return found
+    high = DEAREST * (found.cost_s if found is not None else 1.0) / min(limits(chains))
+    best = _at_price(chains, layers, shares, high)
+    if best is None or not fits(chains, best.held_bytes):
+        raise _none(chains, shares)
+    low = high / DEAREST**2
     for _ in range(PRICES):
-        record = _alternated(chains, layers, shares)
-        if record is None:
-            break
-        found = _finish(record)
-        if fits(chains, found.held_bytes):
-            return found
-        if not price:
-            price = record.cost_s / max(found.held_bytes) / 1024
-        chains.byte_price_s, price = price, 2 * price
-    raise _none(chains, shares)
+        price = (low * high) ** 0.5
+        found = _at_price(chains, layers, shares or best.shares, price)
+        if found is None or not fits(chains, found.held_bytes):
+            low = price
+            continue
+        high = price
+        best = min(best, found, key=lambda one: one.cost_s)
+    return best
+
+
+def _at_price(chains: Chains, layers: Sequence[Layer], shares: Sequence[int], price_s: float) -> Synthesized | None:
+    """The best program where a byte that stays costs so much; its `cost_s` is without that."""
+    chains.byte_price_s = price_s
+    record = _alternated(chains, layers, shares)
+    chains.byte_price_s = 0.0
+    return None if record is None else _finish(record)
 
 
 def limits(chains: Chains) -> tuple[float, ...]:
@@ -152,9 +169,13 @@ def _alternated(
         weights = weights or best_weights(stretches, members, least_fraction(cuts))
         return [] if weights is None else rounded(weights, cuts)
 
+    known: dict[int, tuple[tuple[Link, ...], list[tuple[Stretch, int]]]] = {}
+
     def cost(links: tuple[Link, ...], given: tuple[int, ...]) -> float | None:
         chain = [link.choice for link in links]
-        seconds = cost_s(stretches_of(chain), members, given)
+        if id(links) not in known:
+            known[id(links)] = links, stretches_of(chain)
+        seconds = cost_s(known[id(links)][1], members, given)
         if seconds is None:
             return None
         over = [
@@ -162,7 +183,7 @@ def _alternated(
         ]
         return seconds * (1 + 1e3 * max(over))
 
-    first = [tuple(shares)] if shares else [rounded(weights, [])[-1] for weights in starts(*chains.setting.speeds)]
+    first = [tuple(shares)] if shares else [nearest(weights) for weights in starts(*chains.setting.speeds)]
     return alternate(first, search, improve, cost)
 
 

@@ -1,0 +1,117 @@
+"""`pipefit shard`: how one group of devices can work on a model together, operator by operator, and what it costs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from pipefit.errors import PlanError
+
+
+def command(
+    model: str = typer.Option(..., help="A built-in model, a directory or file, or FILE.py:FUNCTION."),
+    cluster: Annotated[str | None, typer.Option(help="A cluster file, or a short text such as 8xH100.")] = None,
+    local: Annotated[int | None, typer.Option(help="This machine, with so many processes, as the cluster.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Numbers of the devices that work together, with commas; all by default.")
+    ] = None,
+    shares: Annotated[
+        str | None, typer.Option(help="Their shares, such as 2:1; by default the best ones are searched.")
+    ] = None,
+    batch: int = typer.Option(32, help="Rows of a step."),
+    seq: int = typer.Option(1024, help="Tokens of a row."),
+    microbatches: int = typer.Option(1, help="Microbatches of a step."),
+    precision: str = typer.Option("bfloat16", help="bfloat16, float32 or float64."),
+    as_json: bool = typer.Option(False, "--json", help="Print the program and its costs as JSON."),
+) -> None:
+    """Search the program that a group of devices runs together: forms, shares, collectives, costs."""
+    from pipefit.cli._plans import cluster_text
+    from pipefit.cluster import open_cluster
+    from pipefit.codec import to_data
+    from pipefit.cost.curves import best_costs
+    from pipefit.cost.network import Network
+    from pipefit.model.registry import open_model
+    from pipefit.plan.length import check_length
+    from pipefit.plan.searched import setting_of
+    from pipefit.shard.chain import Chains
+    from pipefit.shard.listing import listing
+    from pipefit.shard.synthesize import synthesize
+
+    found = open_cluster(cluster_text(cluster, local))
+    network = Network(found)
+    chosen = _devices(devices, network.devices)
+    given = _shares(shares, len(chosen))
+    _check_sizes(batch, seq, microbatches, precision)
+    opened = open_model(model)
+    layers = opened.layers
+    if len(opened.modules) > 1:
+        raise PlanError(
+            "Programs are searched for models of one module.",
+            where="--model",
+            seen=", ".join(module.name for module in opened.modules),
+        )
+    check_length(opened.modules[0], opened, seq, "--seq")
+    setting = setting_of(
+        opened,
+        network,
+        best_costs(found),
+        devices=chosen,
+        rows=batch // microbatches,
+        tokens=seq,
+        precision=precision,  # type: ignore[arg-type]
+        microbatches=microbatches,
+    )
+    result = listing(opened, layers, synthesize(Chains(opened, setting), layers, given), setting)
+    print(json.dumps(to_data(result), indent=1) if as_json else result.text(), end="\n" if as_json else "")
+
+
+def _devices(text: str | None, count: int) -> tuple[int, ...]:
+    """The devices of the group."""
+    if text is None:
+        chosen = tuple(range(count))
+    else:
+        try:
+            chosen = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            chosen = ()
+    if len(chosen) < 2 or len({*chosen}) != len(chosen) or not all(0 <= device < count for device in chosen):
+        raise PlanError(
+            "A group is two or more different devices of the cluster.",
+            where="--devices",
+            seen=text if text is not None else f"all {count}",
+            allowed=f"numbers of 0 to {count - 1}, with commas",
+        )
+    return chosen
+
+
+def _shares(text: str | None, count: int) -> tuple[int, ...]:
+    """The shares that are given; none where they are to be searched."""
+    if text is None:
+        return ()
+    parts = text.split(":")
+    if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise PlanError(
+            "Shares are positive whole numbers, one for each device.",
+            where="--shares",
+            seen=text,
+            allowed=f"{count} numbers, for example {':'.join(['2', *['1'] * (count - 1)])}",
+        )
+    return tuple(map(int, parts))
+
+
+def _check_sizes(batch: int, seq: int, microbatches: int, precision: str) -> None:
+    if microbatches < 1 or batch < 1 or batch % microbatches:
+        raise PlanError(
+            "The batch cannot be cut into this many equal microbatches.",
+            where="--batch, --microbatches",
+            seen=f"batch {batch}, microbatches {microbatches}",
+            allowed="a positive batch, and a divisor of it",
+        )
+    if seq < 1:
+        raise PlanError("A row has at least one token.", where="--seq", seen=seq)
+    if precision not in ("bfloat16", "float32", "float64"):
+        raise PlanError(
+            "This precision is not known.", where="--precision", seen=precision, allowed="bfloat16, float32, float64"
+        )

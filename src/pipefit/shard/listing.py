@@ -1,0 +1,161 @@
+"""A searched program for people, and as data: forms, shares, collectives, and what each line costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipefit.model.graph import Layer, Model
+from pipefit.shard.chain import Link
+from pipefit.shard.pricing import Setting
+from pipefit.shard.recipe import write
+from pipefit.shard.synthesize import Synthesized
+from pipefit.shard.template import Fractions, held_fractions
+from pipefit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One parameter or operator."""
+
+    text: str
+    forward_s: float = 0.0
+    "On the slowest device; of a collective, forward and backward together."
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    "Once an iteration, as its part of a microbatch."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerListing:
+    """One distinct layer."""
+
+    name: str
+    "Of the first such layer."
+    times: int
+    takes: str
+    gives: str
+    cost_s: float
+    recipe: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A program for a whole model."""
+
+    kinds: tuple[str, ...]
+    "Of every device."
+    shares: tuple[int, ...]
+    rows: int
+    tokens: int
+    microbatches: int
+    cost_s: float
+    held_bytes: dict[str, float]
+    "What stays on the fullest device of every kind: parameters, gradients, state, and what one backward needs."
+    limit_bytes: dict[str, int]
+    layers: tuple[LayerListing, ...]
+
+    def text(self) -> str:
+        """The program with its costs."""
+        size = f"{self.rows} rows x {self.tokens} tokens"
+        lines = [
+            f"devices {' '.join(self.kinds)}",
+            f"shares {':'.join(map(str, self.shares))}",
+            f"a microbatch of {size}, one of {self.microbatches}: {format_seconds(self.cost_s)} forward and backward",
+        ]
+        for kind, held in self.held_bytes.items():
+            lines.append(f"memory of {kind}: {format_bytes(held)} of {format_bytes(self.limit_bytes[kind])}")
+        for layer in self.layers:
+            many = f" and {layer.times - 1} more like it" if layer.times > 1 else ""
+            lines += ["", f"{layer.name}{many}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
+            lines += [f"  {line.text}{_costs(line)}" for line in layer.lines]
+        return "\n".join(lines) + "\n"
+
+
+def _costs(line: Line) -> str:
+    parts = (("", line.forward_s), ("back ", line.backward_s), ("once ", line.once_s))
+    told = ", ".join(f"{word}{format_seconds(seconds)}" for word, seconds in parts if seconds)
+    return f"  # {told}" if told else ""
+
+
+def listing(model: Model, layers: Sequence[Layer], found: Synthesized, setting: Setting) -> Listing:
+    """The program of these layers as it is shown."""
+    first: dict[str, tuple[Layer, Link]] = {}
+    for layer, link in zip(layers, found.links, strict=True):
+        first.setdefault(layer.graph, (layer, link))
+    used = [layer.graph for layer in layers]
+    return Listing(
+        kinds=tuple(kind.name for kind in setting.kinds),
+        shares=found.shares,
+        rows=setting.rows,
+        tokens=setting.tokens,
+        microbatches=setting.microbatches,
+        cost_s=found.cost_s,
+        held_bytes={kind.name: held for kind, held in zip(setting.distinct, found.held_bytes, strict=True)},
+        limit_bytes={kind.name: kind.memory_bytes for kind in setting.distinct},
+        layers=tuple(
+            LayerListing(
+                name=layer.name,
+                times=used.count(graph),
+                takes=str(link.takes),
+                gives=str(link.gives),
+                cost_s=link.cost_s,
+                recipe=link.recipe.text,
+                lines=tuple(_lines(model, layer, link, found.shares)),
+            )
+            for graph, (layer, link) in first.items()
+        ),
+    )
+
+
+def _lines(model: Model, layer: Layer, link: Link, shares: Sequence[int]) -> Iterator[Line]:
+    """The lines of a program's text, each with what it costs."""
+    template = link.layer.template
+    fractions = held_fractions(template.cuts, shares, template.members)
+    _, _, *rest = write(model.layer_graph(layer), shares, link.recipe).text().splitlines()
+    costs = {line.text: line for line in _parameters(link, fractions)}
+    operators = list(_operators(model, layer, link, fractions))
+    place = 0
+    for text in rest:
+        if text.startswith("parameter "):
+            cost = costs[text.split(":")[0].removeprefix("parameter ")]
+        elif text.startswith("return "):
+            cost = Line(text=text)
+        else:
+            cost, place = operators[place], place + 1
+        yield Line(text=text, forward_s=cost.forward_s, backward_s=cost.backward_s, once_s=cost.once_s)
+    assert place == len(operators), "a line of the program has no cost"
+
+
+def _parameters(link: Link, fractions: Fractions) -> Iterator[Line]:
+    """By name: reducing the gradient and updating."""
+    for place, step, number in zip(link.layer.operators, link.layer.template.steps, link.choice.ways, strict=True):
+        if place < 0:
+            seconds = step.ways[number].cost_s(fractions, link.layer.template.members.kinds)
+            yield Line(text=link.layer.values[step.output], once_s=seconds)
+
+
+def _operators(model: Model, layer: Layer, link: Link, fractions: Fractions) -> Iterator[Line]:
+    """One for every operator that the writer of programs writes, in its order."""
+    graph = model.layer_graph(layer)
+    template, choice = link.layer.template, link.choice
+    kinds = range(template.members.kinds)
+    steps = zip(link.layer.operators, template.steps, choice.ways, choice.before, strict=True)
+    for place, step, number, moves in steps:
+        for value, source, target in moves:
+            yield Line(text="", forward_s=template.tolls[value][source, target].seconds(fractions))
+        if place < 0:
+            continue
+        way = step.ways[number]
+        yield Line(
+            text="",
+            forward_s=max(way.forward_s(fractions, kind) for kind in kinds),
+            backward_s=max(way.backward_s(fractions, kind) for kind in kinds),
+        )
+        if way.toll is not None:
+            yield Line(text="", forward_s=way.toll.seconds(fractions))
+            operator = graph.operators[place]
+            yield from [Line(text="") for name in operator.inputs[2:] if name]  # the bias, added after the reduction
+    for value, source, target in choice.after:
+        yield Line(text="", forward_s=template.tolls[value][source, target].seconds(fractions))
