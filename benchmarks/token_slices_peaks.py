@@ -101,6 +101,14 @@ FORMS = (
         placed="looped",
     ),
     Form(
+        title="slice-ZB-H1",
+        family="zb-h1",
+        source="arXiv 2401.10241 for s = 1; with slices as slice-1F1B",
+        peak=lambda p, v, s, m: (s + p - 1) / (s * p),
+        bubble=lambda p, v, s, m: (p - 1) / (3 * m * s + p - 1),
+        holds=lambda p, v, s, m: v == 1 and m * s >= 2 * p + s - 1,
+    ),
+    Form(
         title="slice-V (V-ZB)",
         family="v-zb",
         source="a slice on two stages is a unit: 2 (p + s - 1) of 2 p s",

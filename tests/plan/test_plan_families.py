@@ -69,4 +69,7 @@ def problem(placement: tuple[int, ...], microbatches: int) -> Problem:
 def test_what_is_tried_unasked() -> None:
     tried = {choice.schedule for choice in space(JOB, 9, 4, 1, {})}
     assert tried == {name for name, made in FAMILIES.items() if made.searched}
+    sliced = {choice.schedule for choice in space(JOB, 9, 4, 1, {"slices": (JOB.sequence - 1, 1)})}
+    assert sliced == {name for name, made in FAMILIES.items() if made.searched_with_slices}
+    assert sliced == tried | {"eager-1f1b", "svpp"}
     assert {"1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min"} <= tried and not {"1f1b-v", "dualpipe-v"} & tried

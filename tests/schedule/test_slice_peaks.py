@@ -44,6 +44,7 @@ def test_the_benchmark_finds_every_published_formula(tmp_path: Path) -> None:
             "interleaved 1F1B",
             "uniform-slice interleaved 1F1B",
             "SVPP",
+            "slice-ZB-H1",
             "slice-V (V-ZB)",
         ),
         True,

@@ -207,7 +207,11 @@ def _sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iter
 def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], bool], list[str]]:
     """The schedules for this many lanes, by placement and by whether every backward is fused. A single lane runs all
     plain schedules alike as far as time goes, and 1F1B with the least memory."""
-    names = [name for name in sorted(FAMILIES) if FAMILIES[name].searched] if lanes > 1 else ["1f1b"]
+    sliced = len(pins.get("slices", ())) > 1
+    tried = [
+        name for name, made in sorted(FAMILIES.items()) if (made.searched_with_slices if sliced else made.searched)
+    ]
+    names = tried if lanes > 1 else ["1f1b"]
     stages = pins.get("stages", len(pins["cuts"]) + 1 if "cuts" in pins else None)
     found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in [pins["schedule"]] if "schedule" in pins else names:
