@@ -1,7 +1,7 @@
 """Slices on real arithmetic: two processes as two stages, two sequences, nothing emulated.
 
 A Llama whose layers compute for seconds; every plan is run by the same two processes, the plans in turn and in changing
-order, so that a slow phase of the machine meets all of them. A ratio is that of steps of one round: the best schedule
+order, so that a slow phase of the machine meets all of them; where the user may, they go before other work on it. A ratio is that of steps of one round: the best schedule
 without slices over a sliced one, with the 95 % confidence interval of its mean. Slices are cut to equal FLOPs.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from memory_trade import compare
+from paced import be_punctual
 from pipefit.cluster import local
 from pipefit.model.capture import capture
 from pipefit.model.graph import Model
@@ -47,7 +48,7 @@ class Size:
     grain: int = 64
 
 
-FULL = Size(width=256, layers=8, sequence=2048, rounds=10, slices=(2, 4, 8))
+FULL = Size(width=256, layers=8, sequence=2048, rounds=6, slices=(2, 4, 8))
 QUICK = Size(width=128, layers=4, sequence=512, rounds=3, slices=(4,))
 
 
@@ -143,6 +144,7 @@ def rank_main(
 
     from pipefit.run.comms import Comms
 
+    be_punctual()
     join_group(rank, count, port)
     comms = Comms()
     sides = [Side(plan, model, comms) for plan in plans.values()]
