@@ -1,8 +1,9 @@
 """Slices on real arithmetic: two processes as two stages, two sequences, nothing emulated.
 
 A Llama whose layers compute for seconds; every plan is run by the same two processes, the plans in turn and in changing
-order, so that a slow phase of the machine meets all of them; where the user may, they go before other work on it. A ratio is that of steps of one round: the best schedule
-without slices over a sliced one, with the 95 % confidence interval of its mean. Slices are cut to equal FLOPs.
+order, so that a slow phase of the machine meets all of them; where the user may, they go before other work. A ratio is
+that of steps of one round: the best schedule without slices over a sliced one, with the 95 % confidence interval of its
+mean. Slices are cut to equal FLOPs.
 """
 
 from __future__ import annotations
