@@ -141,8 +141,15 @@ def cut_feed(feed: Feed, start: int, stop: int) -> Feed:
     def cut(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x[:, start:stop].contiguous()
 
+    documents = cut(feed.documents)
     return Feed(
-        tokens=cut(feed.tokens), labels=cut(feed.labels), positions=cut(feed.positions), rows=feed.rows, step=feed.step
+        tokens=cut(feed.tokens),
+        labels=cut(feed.labels),
+        positions=cut(feed.positions),
+        documents=documents,
+        document_bounds=(0, 0) if documents is None else (int(documents[:, 0].min()), int(documents[:, -1].max())),
+        rows=feed.rows,
+        step=feed.step,
     )
 
 
@@ -159,7 +166,10 @@ def plain_rotary(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((out.real, out.imag), -1)
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, documents: torch.Tensor | None = None
+) -> torch.Tensor:
+    """With a dense mask. `documents` (B, T): tokens with equal numbers see each other."""
     repeat = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
     scores = torch.einsum("bthk,bshk->bhts", q, k) * HEAD**-0.5
@@ -167,16 +177,20 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     banned = t[None, :] > t[:, None]
     if window is not None:
         banned |= t[None, :] <= t[:, None] - window
+    if documents is not None:
+        banned = banned | (documents[:, None, :, None] != documents[:, None, None, :])
     return torch.einsum("bhts,bshk->bthk", scores.masked_fill(banned, -torch.inf).softmax(-1), v)
 
 
-def plain_block(p: Mapping[str, Any], name: str, x: Any, positions: Any, window: int | None = None) -> Any:
+def plain_block(
+    p: Mapping[str, Any], name: str, x: Any, positions: Any, window: int | None = None, documents: Any = None
+) -> Any:
     rows, tokens, _ = x.shape
     n = plain_norm(x, p[f"{name}.norm1.weight"])
     q, k, v = (
         functional.linear(n, p[f"{name}.{i}.weight"], p[f"{name}.{i}.bias"]).view(rows, tokens, -1, HEAD) for i in "qkv"
     )
-    o = plain_attention(plain_rotary(q, positions), plain_rotary(k, positions), v, window)
+    o = plain_attention(plain_rotary(q, positions), plain_rotary(k, positions), v, window, documents)
     x = x + o.reshape(rows, tokens, -1) @ p[f"{name}.o.weight"].t()
     n = plain_norm(x, p[f"{name}.norm2.weight"])
     h = functional.silu(n @ p[f"{name}.gate.weight"].t()) * (n @ p[f"{name}.up.weight"].t())
@@ -188,7 +202,7 @@ def plain_loss(p: Mapping[str, Any], feed: Feed, blocks: int = 2, tied: bool = F
     assert feed.tokens is not None and feed.labels is not None
     x = p["embed.weight"][feed.tokens]
     for i in range(blocks):
-        x = plain_block(p, f"layers.{i}", x, feed.positions, window)
+        x = plain_block(p, f"layers.{i}", x, feed.positions, window, feed.documents)
     x = plain_norm(x, p["head.norm.weight"])
     logits = x @ p["embed.weight" if tied else "head.lm.weight"].t()
     return functional.cross_entropy(logits.flatten(0, 1), feed.labels.flatten(), reduction="sum")

@@ -19,7 +19,7 @@ from pipefit.model.capture import capture
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
 from pipefit.model.registry import open_model, resolve
 from pipefit.plan.build import build_plan
-from pipefit.plan.check import check_plan, problems, save_plan
+from pipefit.plan.check import check_plan, load_plan, problems, save_plan
 from pipefit.plan.check_slices import check_cut, fewest_tokens, obstacles
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import lower_for, order_of
@@ -214,3 +214,32 @@ def test_operators_on_each_token(name):
 def test_operators_that_mix_tokens(name):
     (error,) = obstacles(layer_of(*MIXED[name]))
     assert "mixes tokens outside of attention" in error.what and str(error.seen).startswith(name), error
+
+
+def test_documents_apart_are_planned_and_told(pipefit, tmp_path):
+    words = [*planning("tiny-llama", "slices=6,6"), "--documents", "apart", "-o", str(tmp_path / "plan.json")]
+    assert pipefit(*words)[0] == 0
+    made = load_plan(tmp_path / "plan.json")
+    assert made.job.documents == "apart" and made.prediction is not None
+    assert any("attention is costed as if they were joined" in note for note in made.prediction.assumptions)
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "old.json").write_text(text.replace(', "documents": "apart"', ""))  # as plans were before
+    assert load_plan(tmp_path / "old.json").job.documents == "joined"
+
+
+def test_documents_are_joined_or_apart(pipefit):
+    code, err = pipefit(*planning("tiny-llama"), "--documents", "split")
+    assert code == 2 and "Documents are joined or kept apart." in err and "seen: split" in err, err
+
+
+@pytest.mark.parametrize("name", ["bidirectional", "products", "undeclared", "convolved"])
+def test_documents_cannot_be_kept_apart_where_no_mask_reaches(pipefit, name):
+    the_plan = build_plan(model(name), local(2), JOB, Decisions(cuts=(2,)))
+    apart = replace(the_plan, job=replace(JOB, documents="apart"))
+    (error,) = problems(apart, model(name))
+    assert "mixes tokens outside of causal attention, or may" in error.what and "layers.1" in str(error)
+    assert "--documents joined" in str(error)
+    code, err = pipefit(*planning(f"{FILE}:{name}"), "--documents", "apart")
+    assert code == 2 and "Documents cannot be kept apart" in err and "where: --documents and layer" in err, err
+    with pytest.raises(PlanError, match="Documents cannot be kept apart"):
+        build_worker(apart, model(name), Comms(), torch.device("cpu"), OptimizerConfig())

@@ -94,8 +94,8 @@ def test_the_grid_has_every_family_that_is_written_by_rules():
 
 
 @lru_cache
-def reference(name: str):
-    return plans.reference(name, JOB)
+def reference(name: str, job: Job = JOB):
+    return plans.reference(name, job)
 
 
 @lru_cache
@@ -117,9 +117,9 @@ def agree(found, wanted, bound: float) -> None:
         assert error <= bound, f"{parameter}: {error:.3g}"
 
 
-def exact(pool, the_case: Case) -> None:
-    loss, gradients = reference(the_case.model)
-    found = run(pool, the_case.plan(JOB), the_case.model)
+def exact(pool, the_case: Case, job: Job = JOB) -> None:
+    loss, gradients = reference(the_case.model, job)
+    found = run(pool, the_case.plan(job), the_case.model)
     assert found["steps"][0][0] == pytest.approx(loss, rel=1e-12)
     agree(found["gradients"], {name: value.numpy() for name, value in gradients.items()}, 1e-10)
 
@@ -127,6 +127,23 @@ def exact(pool, the_case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_gradient_is_that_of_the_uncut_sequence(gloo_pool, name):
     exact(gloo_pool, CASES[name])
+
+
+APART = replace(JOB, documents="apart")
+DOCUMENTS = {
+    "uncut": case("llama", "1f1b", (12,), stages=2, recompute=("selective",)),
+    "uncut, window, full": case("mistral", "zb-h1", (12,), stages=3, recompute=("full",)),
+    "uneven replicas, zero-1": case("llama", "1f1b", UNEVEN, stages=2, replicas=(2, 1, 1), zero1=True),
+    "sequence shards, zb-v": case("llama", "zb-v", UNEVEN, stages=4, placement=V, **SEQUENCE_PARALLEL),
+    "window": case("mistral", "v-min", (3, 2, 7), stages=4, placement=V, recompute=("selective",)),
+    "learned positions, one-token slices": case("gpt2", "gpipe", ONES, 1, stages=2, recompute=("full",)),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_are_kept_apart(gloo_pool, name):
+    """As if each were a sequence of its own: the reference runs document after document, without a mask."""
+    exact(gloo_pool, DOCUMENTS[name], APART)
 
 
 IN_FLOAT32 = ["1f1b, one-token slices", "zb-v", "sequence shards, odd slices, zb-v", "window", "experts"]

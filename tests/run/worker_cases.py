@@ -28,14 +28,24 @@ _ALONE: list[Any] = []
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_norm=0.0, steps=0, weight_decay=0.1)
 
 
-class ArrayRows:
-    """Rows of random tokens with some labels missing: row r is the same for every layout."""
+SEPARATOR = 7
+"""Ends a document, where they are kept apart."""
 
-    def __init__(self, sequence: int, vocabulary: int) -> None:
-        self.sequence, self.vocabulary = sequence, vocabulary
+
+class ArrayRows:
+    """Rows of random tokens with some labels missing: row r is the same for every layout. Where documents are kept
+    apart a row has one to four: some of one token, some ending with the row."""
+
+    separator = SEPARATOR
+
+    def __init__(self, sequence: int, vocabulary: int, documents: str = "joined") -> None:
+        self.sequence, self.vocabulary, self.documents = sequence, vocabulary, documents
 
     def row(self, index: int) -> np.ndarray:
         row = np.random.default_rng(1000 + index).integers(0, self.vocabulary, self.sequence + 1)
+        if self.documents == "apart":
+            row[row == SEPARATOR] = SEPARATOR + 1
+            row[[5, 2, (index * 5) % self.sequence][: index % 4]] = SEPARATOR
         if index % 3 == 0:
             row[-2:] = -100
         return row.astype(np.int64)
@@ -73,7 +83,7 @@ def group_of(worker: Worker) -> Any:
 
 def train(worker: Worker, plan: Plan, vocabulary: int, steps: range) -> list[tuple[float, float]]:
     """Run steps; (loss, gradient norm) of each."""
-    rows = ArrayRows(plan.job.sequence, vocabulary)
+    rows = ArrayRows(plan.job.sequence, vocabulary, plan.job.documents)
     result = []
     for step in steps:
         step_plan = step_rows(plan, step)
@@ -145,7 +155,11 @@ def evaluate(plan: Plan, model: Model, vocabulary: int, train_first: bool) -> fl
     if train_first:
         train(worker, plan, vocabulary, range(1))
     feeds = evaluation_feeds(
-        plan, worker.device, ArrayRows(plan.job.sequence, vocabulary), step_rows(plan, 0), torch.device("cpu")
+        plan,
+        worker.device,
+        ArrayRows(plan.job.sequence, vocabulary, plan.job.documents),
+        step_rows(plan, 0),
+        torch.device("cpu"),
     )
     return [float(worker.evaluate(feeds)) for _ in range(2)][-1]
 
@@ -170,7 +184,7 @@ def traced(plan: Plan, model: Model, vocabulary: int, pause_s: float) -> tuple[l
 def rows_of(plan: Plan, step: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(tokens, labels) of the whole batch of a step and its divisor: what one process sees."""
     step_plan = step_rows(plan, step)
-    reader = ArrayRows(plan.job.sequence, vocabulary)
+    reader = ArrayRows(plan.job.sequence, vocabulary, plan.job.documents)
     block = torch.from_numpy(np.stack([reader.row(int(row)) for row in step_plan.rows]))
     tokens = block[:, :-1].clamp(min=0)
     return tokens, block[:, 1:].clone(), step_plan.divisor

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from worker_cases import rows_of
+from worker_cases import SEPARATOR, rows_of
 
 from pipefit.cluster import local
 from pipefit.layout import split
@@ -159,7 +160,12 @@ def reference(name: str, job: Job, step: int = 0) -> tuple[float, dict[str, torc
     layers = plain_layers(name, job)
     any_plan = plan(name, job)
     tokens, labels, divisor = rows_of(any_plan, step, VOCABULARY)
-    loss = plain_loss(layers, tokens, labels) / divisor
+    loss: Any = 0.0
+    for row in range(len(tokens)) if job.documents == "apart" else ():  # each document as a sequence of its own
+        ends = [i + 1 for i in range(job.sequence) if tokens[row, i] == SEPARATOR]
+        for a, b in itertools.pairwise(sorted({0, *ends, job.sequence})):
+            loss = loss + plain_loss(layers, tokens[row : row + 1, a:b], labels[row : row + 1, a:b], a)
+    loss = (loss if job.documents == "apart" else plain_loss(layers, tokens, labels)) / divisor
     loss.backward()
     gradients: dict[str, torch.Tensor] = {}
     for layer in layers:
@@ -182,14 +188,14 @@ def plain_layers(name: str, job: Job) -> list[Any]:
     return layers
 
 
-def plain_loss(layers: list[Any], tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The summed loss of the chain."""
+def plain_loss(layers: list[Any], tokens: torch.Tensor, labels: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """The summed loss of the chain; the first token stands at place `start`."""
     import inspect
 
     inputs = {
         "tokens": tokens,
         "labels": labels,
-        "positions": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous(),
+        "positions": torch.arange(start, start + tokens.shape[1]).expand_as(tokens).contiguous(),
     }
     x: Any = None
     for layer in layers:

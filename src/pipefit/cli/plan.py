@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -40,6 +40,9 @@ def command(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON instead of tables."),
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    documents: Annotated[
+        str, typer.Option(help="Attention between documents that are packed into one sequence: joined, or apart.")
+    ] = "joined",
 ) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and say why."""
     from pipefit.cli._plans import cluster_text, print_tables
@@ -59,7 +62,7 @@ def command(
     for difference in check_environment(found, allow=allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
     pins = parse_pins(fix or [])
-    job = _job(batch, seq, precision or ("float32" if local else "bfloat16"), seed)
+    job = _job(batch, seq, precision or ("float32" if local else "bfloat16"), seed, documents)
     making = _making(memory, risk)
     with _progress() as progress:
         plan = making(
@@ -100,15 +103,19 @@ def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
-def _job(batch: int, seq: int, precision: str, seed: int) -> Job:
+def _job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:
     from pipefit.codec import from_data
     from pipefit.errors import PlanError
-    from pipefit.plan.types import Job
+    from pipefit.plan.types import Documents, Job
 
     for name, value in (("--batch", batch), ("--seq", seq)):
         if value < 1:
             raise PlanError("A whole number above zero is needed.", where=name, seen=value)
-    data = {"batch": batch, "sequence": seq, "precision": precision, "seed": seed}
+    if documents not in get_args(Documents):
+        raise PlanError(
+            "Documents are joined or kept apart.", where="--documents", seen=documents, allowed="joined, apart"
+        )
+    data = {"batch": batch, "sequence": seq, "precision": precision, "seed": seed, "documents": documents}
     return from_data(Job, data, "--precision")
 
 

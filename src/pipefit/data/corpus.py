@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pipefit.codec import digest, from_data
 from pipefit.data.feed_arrays import IGNORE
 from pipefit.data.rows import Rows, cut_rows
 from pipefit.data.sources import read_documents
-from pipefit.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from pipefit.data.tokenizer import BYTES, END_OF_TEXT, Tokenizer, load_tokenizer
 from pipefit.errors import DataError, FormatError
 
 _FORMAT = 1
@@ -66,8 +67,9 @@ class Prepared:
 class Corpus:
     """The rows of a prepared corpus; see `pipefit.data.rows` for how they are cut."""
 
-    def __init__(self, tokens: NDArray[Any], rows: Rows, prepared: Prepared) -> None:
+    def __init__(self, tokens: NDArray[Any], rows: Rows, prepared: Prepared, tokenizer: str = BYTES) -> None:
         self._tokens = tokens
+        self._tokenizer = tokenizer
         self.rows = rows
         self.digest = prepared.digest
         self.documents = prepared.documents
@@ -78,6 +80,25 @@ class Corpus:
     def tokens(self) -> int:
         """All tokens, separators included."""
         return len(self._tokens)
+
+    @cached_property
+    def separator(self) -> int | None:
+        """The token that ends every document, as the tokenizer says; None where nothing separates them.
+
+        Raises DataError if the tokenizer cannot be read.
+        """
+        return load_tokenizer(self._tokenizer).separator
+
+    def require_separator(self) -> None:
+        """Raises DataError if nothing in the corpus says where documents end."""
+        if self.separator is None:
+            raise DataError(
+                "The documents cannot be kept apart: nothing in the tokens says where one ends.",
+                where=self._tokenizer,
+                seen="a tokenizer without an end-of-text token",
+                allowed=", ".join(END_OF_TEXT),
+                next_step="use a tokenizer with one of these tokens, or plan with --documents joined",
+            )
 
     def row(self, index: int) -> NDArray[np.int64]:
         """(sequence + 1,) token ids; beyond the end of the corpus IGNORE (-100)."""
@@ -164,7 +185,7 @@ def open_prepared(
         )
     tokens = np.memmap(folder / prepared.file, dtype=prepared.dtype, mode="r", shape=(prepared.tokens,))
     rows = cut_rows(prepared.tokens, sequence, held_out, ", ".join(request.sources))
-    return Corpus(tokens, rows, prepared)
+    return Corpus(tokens, rows, prepared, request.tokenizer)
 
 
 def _cache_folder(cache: Path | None) -> Path:

@@ -1,7 +1,7 @@
 """What one device is fed for one action: tokens, labels and positions, cut from the step plan. numpy only.
 
 Labels are the tokens shifted by one over the whole row *before* any slicing, so that the last token of a slice is
-asked for the first token of the next.
+asked for the first token of the next. Documents are found in the row's own tokens: one ends with its separator.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class RowReader(Protocol):
         """(sequence + 1,) token ids; places without a token hold IGNORE."""
         ...
 
+    @property
+    def separator(self) -> int | None:
+        """The token that ends every document; None where nothing separates them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedArrays:
@@ -36,6 +41,8 @@ class FeedArrays:
     "The next token of each; IGNORE where there is none."
     positions_BT: NDArray[np.int64]
     "Places within the row: slices do not start at 0 again."
+    documents_BT: NDArray[np.int64] | None = None
+    "Where in its row the document of each token starts; None where documents are joined."
     rows_B: NDArray[np.int64]
     "Positions of the rows within the step's batch: keys for dropout that do not depend on the layout."
 
@@ -55,5 +62,16 @@ def feed_arrays(
         tokens_BT=np.where(tokens == IGNORE, 0, tokens),
         labels_BT=labels.copy(),
         positions_BT=np.broadcast_to(np.arange(first, last, dtype=np.int64), tokens.shape).copy(),
+        documents_BT=document_starts(block, corpus.separator)[:, first:last] if plan.shape.apart else None,
         rows_B=np.arange(start, stop, dtype=np.int64),
     )
+
+
+def document_starts(tokens_BT: NDArray[np.int64], separator: int | None) -> NDArray[np.int64]:
+    """The place in its row where the document of each token starts; a separator is the last token of its document.
+    Without a separator every row is one document."""
+    starts = np.zeros_like(tokens_BT)
+    if separator is not None:
+        places = np.arange(1, tokens_BT.shape[1], dtype=np.int64)
+        starts[:, 1:] = np.where(tokens_BT[:, :-1] == separator, places, 0)
+    return np.maximum.accumulate(starts, axis=1)

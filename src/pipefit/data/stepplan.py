@@ -32,6 +32,8 @@ class BatchShape:
     "Replica shares of every stage's group."
     multiples: tuple[int, ...]
     "How many of the schedule's microbatches every stage takes together."
+    apart: bool = False
+    "Whether attention keeps the documents of a row apart."
 
     @property
     def sequence(self) -> int:
@@ -104,6 +106,7 @@ def batch_shape(plan: Plan) -> BatchShape:
         slices=tuple(zip([0, *stops[:-1]], stops, strict=True)),
         shares=tuple(group.axis("replica").shares for group in groups),
         multiples=multiples,
+        apart=job.documents == "apart",
     )
 
 

@@ -38,6 +38,11 @@ class Tokenizer(Protocol):
         """Changes when the ids that come out may change."""
         ...
 
+    @property
+    def separator(self) -> int | None:
+        """The id that ends every document; None where nothing separates them."""
+        ...
+
     def encode(self, text: bytes) -> NDArray[np.int64]:
         """The ids of one document, followed by the separator where there is one."""
         ...
@@ -48,6 +53,7 @@ class ByteTokenizer:
 
     vocabulary = BYTE_VOCABULARY
     digest = "bytes-0"
+    separator = BYTE_SEPARATOR
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
         return np.frombuffer(text + bytes([BYTE_SEPARATOR]), dtype=np.uint8).astype(np.int64)

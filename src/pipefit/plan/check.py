@@ -15,7 +15,7 @@ from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.check_forms import edge_problems, parameter_problems
 from pipefit.plan.check_rows import placement_problems
-from pipefit.plan.check_slices import shard_problems, slice_problems
+from pipefit.plan.check_slices import document_problems, shard_problems, slice_problems
 from pipefit.plan.length import length_problems
 from pipefit.plan.order import order_problems
 from pipefit.plan.types import Plan
@@ -56,6 +56,7 @@ def problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = N
         yield from _model_problems(plan, model)
         yield from length_problems(plan, model)
         yield from slice_problems(plan, model)
+        yield from document_problems(plan, model)
     if cluster is not None:
         yield from _cluster_problems(plan, cluster)
 

@@ -45,6 +45,32 @@ def obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
                 yield found
 
 
+def document_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
+    """The obstacles to documents apart, where the plan keeps them apart."""
+    if plan.job.documents == "apart":
+        yield from document_obstacles(model)
+
+
+def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[PlanError]:
+    """One for every layer that mixes tokens in a way that no mask of ours reaches. A layer that takes `documents` from
+    the step plan sees to it itself."""
+    for module in model.modules:
+        for layer in module.layers:
+            graph = model.layer_graph(layer)
+            if any(tensor.role == "documents" for tensor in graph.inputs):
+                continue
+            found = next(_of_layer(graph, f"{where} and layer {layer.name}"), None)
+            if found is not None:
+                yield PlanError(
+                    "Documents cannot be kept apart in a model with a layer that mixes tokens outside of causal "
+                    "attention, or may.",
+                    where=found.where,
+                    seen=found.seen,
+                    allowed="joined",
+                    next_step="plan with --documents joined; or let the layer take `documents` (docs/models.md)",
+                )
+
+
 def slice_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
     """The obstacles, where the plan cuts its sequences."""
     if len(plan.order.slices) > 1:

@@ -28,6 +28,8 @@ from pipefit.simulate import Timeline, simulate
 from pipefit.simulate.memory import MemoryCurve
 from pipefit.units import format_seconds
 
+APART = "documents: kept apart; attention is costed as if they were joined, which is an upper bound"
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
@@ -134,7 +136,7 @@ def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: flo
         lanes=lanes,
         lower_bound_s=lower_bound_s,
         binds=what_binds(timeline),
-        assumptions=simulation.costs.notes,
+        assumptions=(*simulation.costs.notes, *([APART] if plan.job.documents == "apart" else [])),
     )
     return replace(plan, prediction=prediction)
 

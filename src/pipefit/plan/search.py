@@ -27,7 +27,7 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate, Queue, leanest_first
-from pipefit.plan.check_slices import check_sliceable
+from pipefit.plan.check_slices import check_sliceable, document_obstacles
 from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
 from pipefit.plan.cut_rows import Need, scaled
@@ -115,6 +115,8 @@ def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Panel]:
     check_length(bench.module, bench.model, job.sequence, "--seq")
     if len(pins.get("slices", ())) > 1:
         check_sliceable(bench.model, "--fix slices")
+    for error in document_obstacles(bench.model, "--documents") if job.documents == "apart" else ():
+        raise error
     return list(panels(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter))
 
 

@@ -16,6 +16,7 @@ from pipefit.schedule.actions import Schedule, parse_lanes
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float64", "float32", "bfloat16"]
+Documents = Literal["joined", "apart"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,8 @@ class Job:
     "Tokens of one sequence."
     precision: Precision = "float32"
     seed: int = 0
+    documents: Documents = "joined"
+    "Whether attention crosses the documents that are packed into one sequence, or keeps them apart."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

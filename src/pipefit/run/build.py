@@ -16,7 +16,7 @@ from pipefit.lab.pace import paced
 from pipefit.layout import Box, Group, holding, parse_form
 from pipefit.model.graph import Model, Module, size_value
 from pipefit.model.registry import build_layers
-from pipefit.plan.check_slices import slice_problems
+from pipefit.plan.check_slices import document_problems, slice_problems
 from pipefit.plan.length import length_problems
 from pipefit.plan.sharded import LayerProgram, Programs, program_hash
 from pipefit.plan.types import Edge, Parameter, Plan, Stage
@@ -73,8 +73,9 @@ def build_worker(
     run, and StalePlanError if the model's programs are not those that the plan was made for.
     """
     check_runnable(plan)
-    for error in (*length_problems(plan, model), *slice_problems(plan, model)):
-        raise error
+    for rule in (length_problems, slice_problems, document_problems):
+        for error in rule(plan, model):
+            raise error
     place = place_of(plan, comms.rank, torch_device)
     programs_of = stage_programs(plan, model)
     make_groups(plan, model, comms)

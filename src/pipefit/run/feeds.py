@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pipefit.data.feed_arrays import FeedArrays, RowReader, feed_arrays
@@ -46,10 +47,14 @@ def _feed(arrays: FeedArrays, step: int, device: torch.device) -> Feed:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
+    documents = arrays.documents_BT
+    some = documents is not None and documents.size > 0
     return Feed(
         tokens=move(arrays.tokens_BT),
         positions=move(arrays.positions_BT),
         labels=move(arrays.labels_BT),
+        documents=None if documents is None else move(np.ascontiguousarray(documents)),
+        document_bounds=(int(documents[:, 0].min()), int(documents[:, -1].max())) if some else (0, 0),
         rows=move(arrays.rows_B),
         step=step,
     )

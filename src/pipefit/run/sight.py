@@ -19,9 +19,12 @@ from pipefit.run.stage_record import Record
 class Sight:
     """What the queries q (B, T, H, K) at places first, first + 1, ... see. `window`: so many last keys; None: all."""
 
-    def __init__(self, record: Record, first: int, q: torch.Tensor, window: int | None) -> None:
+    def __init__(self, record: Record, first: int, q: torch.Tensor, window: int | None, shard: Any = None) -> None:
         self.first, self.count, self.window = first, q.shape[1], window
         self.documents = record.feed.documents
+        if self.documents is not None and self.documents.shape[0] != q.shape[0]:  # rows split over the shards
+            start, stop = shard.runs(self.documents.shape[0])[shard.position]
+            self.documents = self.documents[start:stop]
         self.masks = record.masks
         self.dtype, self.device = q.dtype, q.device
         count = self.count
@@ -42,7 +45,7 @@ class Sight:
 
     def _mask(self, start: int, stop: int) -> torch.Tensor:
         """(B or 1, 1, T, stop - start): 0 where a key is seen, a large negative number where it is not."""
-        key = (self.window, self.first, start, stop)
+        key = (self.window, self.first, start, stop, 0 if self.documents is None else len(self.documents))
         if key not in self.masks:
             places = torch.arange(self.first, self.first + self.count, device=self.device).unsqueeze(0)
             lower: Any = places - self.window + 1 if self.window is not None else torch.zeros_like(places)

@@ -226,7 +226,10 @@ def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
     vocabulary = plan.model.config.get("vocab_size")
     request = CorpusRequest(sources=config.data, tokenizer=config.tokenizer, vocabulary=vocabulary, field=config.field)
     world.first_here(lambda: prepare(request))
-    return open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
+    corpus = open_prepared(request, sequence=plan.job.sequence, held_out=config.held_out)
+    if plan.job.documents == "apart":
+        corpus.require_separator()
+    return corpus
 
 
 def other_corpus(ranks: list[int], seen: str) -> RunError:

@@ -195,7 +195,9 @@ def stretches(
 
 
 class Rows:
-    """Rows of random tokens that the model's embedding knows."""
+    """Rows of random tokens that the model's embedding knows; token 0 ends a document, where they are kept apart."""
+
+    separator = 0
 
     def __init__(self, plan: Plan, model: Model) -> None:
         self.length = plan.job.sequence + 1

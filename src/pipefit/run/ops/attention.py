@@ -10,7 +10,7 @@ earlier slices into `Past`, in float32 or wider, and picks up what later slices 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -20,6 +20,14 @@ from pipefit.run.attention_kernels import Call, attend, attend_back, wide_of
 from pipefit.run.ops import Context, Step
 from pipefit.run.sight import Sight
 from pipefit.run.stage_record import Record
+
+
+class Sees(NamedTuple):
+    """How an operator attends: the factor of the scores, so many last keys (None: all), the stage's shards."""
+
+    scale: float
+    window: int | None
+    shard: Any
 
 
 class Past:
@@ -75,9 +83,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, record: Record, scale: float, window: Any) -> Any:
-        ctx.past, ctx.record, ctx.scale, ctx.window = past, record, scale, window
-        out, lse = forward_over(past, record, q, scale, window)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, past: Past, record: Record, sees: Sees) -> Any:
+        ctx.past, ctx.record, ctx.sees = past, record, sees
+        out, lse = forward_over(past, record, q, sees)
         ctx.save_for_backward(q, out, *((k, v) if record.past is None else ()))
         ctx.lse = lse
         if record.past is None:
@@ -89,18 +97,16 @@ class _Attention(torch.autograd.Function):
         q, out, *whole = ctx.saved_tensors
         if whole:
             ctx.past.chunks[0] = (whole[0], whole[1])
-        gradients = backward_over(ctx.past, ctx.record, dy, q, out, ctx.lse, ctx.scale, ctx.window)
+        gradients = backward_over(ctx.past, ctx.record, dy, q, out, ctx.lse, ctx.sees)
         ctx.past = ctx.record = ctx.lse = None
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
-def forward_over(
-    past: Past, record: Record, q: torch.Tensor, scale: float, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_over(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> tuple[torch.Tensor, torch.Tensor]:
     """(result, log-sum-exp) of the slice's queries over its own chunk and those before it that they see."""
-    sight = Sight(record, past.first(record.slice), q, window)
+    sight = Sight(record, past.first(record.slice), q, sees.window, sees.shard)
     mask = sight.of_own()
-    out, lse = attend(Call(scale, causal=mask is None), q, *past.chunks[record.slice], mask)
+    out, lse = attend(Call(sees.scale, causal=mask is None), q, *past.chunks[record.slice], mask)
     stop = sight.first
     for index in range(record.slice - 1, -1, -1):
         k, v = past.chunks[index]
@@ -109,7 +115,7 @@ def forward_over(
         stop = start
         if mask == "nothing":
             break
-        more, more_lse = attend(Call(scale, causal=False), q, k, v, mask)
+        more, more_lse = attend(Call(sees.scale, causal=False), q, k, v, mask)
         if out.dtype != lse.dtype:
             out = out.to(lse.dtype)
         out.lerp_(more.to(lse.dtype), (more_lse - lse).sigmoid_().transpose(1, 2).unsqueeze(-1))
@@ -125,14 +131,13 @@ def backward_over(
     q: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
-    window: int | None,
+    sees: Sees,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of the slice's q, k and v, what later slices owe it among them; earlier ones are owed theirs."""
-    sight = Sight(record, past.first(record.slice), q, window)
+    sight = Sight(record, past.first(record.slice), q, sees.window, sees.shard)
     mask = sight.of_own()
     k, v = past.chunks[record.slice]
-    dq, dk, dv = attend_back(Call(scale, causal=mask is None), dy, q, k, v, out, lse, mask)
+    dq, dk, dv = attend_back(Call(sees.scale, causal=mask is None), dy, q, k, v, out, lse, mask)
     dk, dv = past.settle(record.slice, dk, dv)
     stop = sight.first
     for index in range(record.slice - 1, -1, -1):
@@ -142,7 +147,7 @@ def backward_over(
         stop = start
         if mask == "nothing":
             break
-        more, dk_owed, dv_owed = attend_back(Call(scale, causal=False), dy, q, k, v, out, lse, mask)
+        more, dk_owed, dv_owed = attend_back(Call(sees.scale, causal=False), dy, q, k, v, out, lse, mask)
         if dq.dtype != lse.dtype:
             dq = dq.to(lse.dtype)
         dq.add_(more)
@@ -152,8 +157,8 @@ def backward_over(
 
 
 def build(operator: Operator, context: Context) -> Step:
-    scale = float(operator.attributes["scale"])
-    window = operator.attributes.get("window")
+    scale, window = float(operator.attributes["scale"]), operator.attributes.get("window")
+    sees = Sees(scale, window, context.shard)
     causal = bool(operator.attributes.get("causal", True))
     place = (context.layer, context.operator)
 
@@ -161,13 +166,13 @@ def build(operator: Operator, context: Context) -> Step:
         past = Past()
         if record.past is not None:
             past = record.past.setdefault(place, past)
-        elif record.feed.documents is None and (window is None or window >= q.shape[1]):
+        elif record.feed.document_bounds[1] == 0 and (window is None or window >= q.shape[1]):
             return whole(q, k, v, causal, scale)
         assert causal, "only causal attention can be cut or masked"
         past.put(record.slice, k, v)
         if torch.is_grad_enabled():
-            return _Attention.apply(q, k, v, past, record, scale, window)
-        return forward_over(past, record, q, scale, window)[0]
+            return _Attention.apply(q, k, v, past, record, sees)
+        return forward_over(past, record, q, sees)[0]
 
     return Step(attention, wants_record=True)
 
