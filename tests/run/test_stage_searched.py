@@ -15,9 +15,8 @@ import torch
 from stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
 from tests.run.processes import run_processes
 from tests.run.test_stage_sharded import programs_step
-from tests.shard.random_clusters import random_setting
+from tests.shard.random_clusters import model_of, random_setting
 
-from pipefit.model.graph import Layer, Model, Module
 from pipefit.run.stage import StageProgram
 from pipefit.shard.chain import Chains
 from pipefit.shard.recipe import parse_recipe, write
@@ -54,13 +53,6 @@ class RandomPrices(Chains):
         )
         tolls = tuple({move: drawn(toll) for move, toll in each.items()} for each in layer.template.tolls)
         return replace(layer, template=replace(layer.template, steps=steps, tolls=tolls))
-
-
-def model_of(layers) -> Model:
-    """The toy layers as a model; equal ones share a graph."""
-    graphs = {layer.graph.hash: layer.graph for layer in layers}
-    chain = tuple(Layer(name=one.name, graph=one.graph.hash, parameters=one.parameters) for one in layers)
-    return Model(family="user", config={}, modules=(Module(name="text", layers=chain),), graphs=graphs)
 
 
 def random_recipes(layers, shares, seed, rows, tokens, toll):

@@ -1,4 +1,4 @@
-"""Random devices and links, and small layers priced on them, for the tests of shares."""
+"""Random devices and links, and small layers priced on them, for the tests of searched programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.run.stage_toys import HIDDEN, GraphBuilder
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.layout import Form
+from pipefit.model.graph import Layer, Model, Module
 from pipefit.shard.pricing import Setting, priced
 
 WIDE = 256
@@ -71,3 +72,10 @@ def loose_template(seed: int):
     tolls = tuple({move: loose(toll) for move, toll in each.items()} for each in template.tolls)
     wanted = dict.fromkeys(template.wanted, 0 if takes.kind == "I" else 3)
     return setting, replace(template, steps=steps, tolls=tolls, cuts=(0,), wanted=wanted)
+
+
+def model_of(layers) -> Model:
+    """The toy layers as a model; equal ones share a graph."""
+    graphs = {layer.graph.hash: layer.graph for layer in layers}
+    chain = tuple(Layer(name=one.name, graph=one.graph.hash, parameters=one.parameters) for one in layers)
+    return Model(family="user", config={}, modules=(Module(name="text", layers=chain),), graphs=graphs)

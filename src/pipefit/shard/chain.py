@@ -32,7 +32,7 @@ class Link:
     layer: PricedLayer
     choice: Chosen
     cost_s: float
-    "As the search counts it: devices in step after every operator."
+    "As the search counts it, for the shares it was searched with: devices in step after every operator."
 
     @property
     def recipe(self) -> Recipe:

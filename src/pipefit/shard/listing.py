@@ -36,6 +36,7 @@ class LayerListing:
     takes: str
     gives: str
     cost_s: float
+    "The sum of its lines."
     recipe: str
     lines: tuple[Line, ...]
 
@@ -51,6 +52,7 @@ class Listing:
     tokens: int
     microbatches: int
     cost_s: float
+    "Devices wait for each other at collectives only, so it can be less than the sum of the lines."
     held_bytes: dict[str, float]
     "What stays on the fullest device of every kind: parameters, gradients, state, and what one backward needs."
     limit_bytes: dict[str, int]
@@ -95,17 +97,21 @@ def listing(model: Model, layers: Sequence[Layer], found: Synthesized, setting: 
         held_bytes={kind.name: held for kind, held in zip(setting.distinct, found.held_bytes, strict=True)},
         limit_bytes={kind.name: kind.memory_bytes for kind in setting.distinct},
         layers=tuple(
-            LayerListing(
-                name=layer.name,
-                times=used.count(graph),
-                takes=str(link.takes),
-                gives=str(link.gives),
-                cost_s=link.cost_s,
-                recipe=link.recipe.text,
-                lines=tuple(_lines(model, layer, link, found.shares)),
-            )
-            for graph, (layer, link) in first.items()
+            _layer(model, layer, link, found.shares, used.count(graph)) for graph, (layer, link) in first.items()
         ),
+    )
+
+
+def _layer(model: Model, layer: Layer, link: Link, shares: Sequence[int], times: int) -> LayerListing:
+    lines = tuple(_lines(model, layer, link, shares))
+    return LayerListing(
+        name=layer.name,
+        times=times,
+        takes=str(link.takes),
+        gives=str(link.gives),
+        cost_s=sum(line.forward_s + line.backward_s + line.once_s for line in lines),
+        recipe=link.recipe.text,
+        lines=lines,
     )
 
 
