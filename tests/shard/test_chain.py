@@ -1,0 +1,168 @@
+"""Programs for chains of layers: the form of the hidden state chosen jointly, classical programs found by themselves,
+speed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from tests.run.stage_toys import block_graph, toy_layers
+from tests.shard.random_clusters import model_of, random_setting
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.errors import PlanError
+from pipefit.layout import Form
+from pipefit.shard.chain import Chains
+from pipefit.shard.pricing import Setting
+from pipefit.shard.recipe import parse_recipe, write
+from pipefit.shard.synthesize import synthesize
+
+KIND = DeviceKind(
+    name="fast",
+    memory_bytes=2**40,
+    memory_bandwidth_bytes_per_s=1e15,
+    peak_flops_per_s={"float32": 1e9},
+    efficiency=1.0,
+    overhead_s=0.0,
+)
+"""Products count, moving does not."""
+
+
+def setting(shards=2, latency_s=1e-9, bytes_per_s=1e12, rows=8, tokens=16, microbatches=1, **kind):
+    def collective(name, size):
+        once = (shards - 1) * (latency_s + size / shards / bytes_per_s)
+        return 2 * once if name == "all_reduce" else once
+
+    return Setting(
+        kinds=(replace(KIND, **kind),) * shards,
+        collective=collective,
+        rows=rows,
+        tokens=tokens,
+        precision="float32",
+        microbatches=microbatches,
+    )
+
+
+def searched(where, shares=None, **options):
+    model = model_of(toy_layers(**options))
+    links = Chains(model, where).search(model.layers, shares or (1,) * len(where.kinds))
+    return model, links
+
+
+def block_forms(model, links):
+    """Forms of the parameters of the blocks, and the forms they take and give."""
+    graph, link = model.layer_graph(model.layers[1]), links[1]
+    program = write(graph, (1,) * len(link.layer.template.members.kind), link.recipe)
+    return program.parameter_forms, (link.takes, link.gives)
+
+
+def test_many_microbatches_make_data_parallelism():
+    """Reducing gradients costs next to nothing then, and every other program talks in every layer."""
+    model, links = searched(setting(bytes_per_s=1e7, microbatches=1000))
+    parameters, stream = block_forms(model, links)
+    assert {str(form) for form in parameters.values()} == {"I"}
+    assert stream == (Form("G", 0), Form("G", 0))
+
+
+def test_one_row_and_dear_gradients_make_tensor_parallelism():
+    """One row cannot be split, and weights far larger than what they work on: columns and heads, then rows."""
+    model, links = searched(setting(rows=1, tokens=2, bytes_per_s=3e7, latency_s=0.0))
+    parameters, _ = block_forms(model, links)
+    for name in ("q", "k", "v", "gate", "up"):
+        assert str(parameters[f"{name}.weight"]) == "G0", name
+    for name in ("o", "down"):
+        assert str(parameters[f"{name}.weight"]) == "G1", name
+
+
+def test_norms_that_count_make_sequence_parallelism():
+    """As before, with norms and sums that take their time: they are split by tokens, as Korthikanti et al. do."""
+    where = setting(rows=1, tokens=32, bytes_per_s=1e8, latency_s=0.0, memory_bandwidth_bytes_per_s=6e7)
+    parameters, stream = block_forms(*searched(where))
+    assert stream == (Form("G", 1), Form("G", 1))
+    assert {str(parameters[f"{name}.weight"]) for name in ("q", "k", "v", "gate", "up")} == {"G0"}
+    assert {str(parameters[f"{name}.weight"]) for name in ("o", "down")} == {"G1"}
+
+
+def test_slow_links_leave_everything_whole():
+    model, links = searched(setting(latency_s=10.0))
+    parameters, stream = block_forms(model, links)
+    assert {str(form) for form in parameters.values()} == {"I"}
+    assert stream == (Form("I"), Form("I"))
+
+
+def test_the_chain_is_the_best_of_all_forms():
+    """Against trying every form between layers, one for each kind of layer, with the layers' own costs."""
+    for seed in range(6):
+        where = replace(random_setting(seed), rows=8, tokens=16)
+        shares = tuple(range(1, len(where.kinds) + 1))
+        model, links = searched(where, shares, blocks=2)
+        chains = Chains(model, where)
+        forms = (Form("I"), Form("G", 0), Form("G", 1), Form("G", 2))
+        best = float("inf")
+        embed, block, _, head, loss = (layer.graph for layer in model.layers)
+        for stream, logits in itertools.product(forms, forms):
+            each = [
+                chains._layer(name, (), takes, shares).get(gives)
+                for name, takes, gives in (
+                    (embed, Form("I"), stream),
+                    (block, stream, stream),
+                    (block, stream, stream),
+                    (head, stream, logits),
+                    (loss, logits, Form("I")),
+                )
+            ]
+            if None not in each:
+                best = min(best, sum(link.cost_s for link in each))
+        assert sum(link.cost_s for link in links) == pytest.approx(best)
+
+
+def test_tied_parameters_get_one_form():
+    model, links = searched(setting(bytes_per_s=1e6), tied=True)
+    stored = {}
+    for layer, link in zip(model.layers, links, strict=True):
+        program = write(model.layer_graph(layer), (1, 1), link.recipe)
+        for local, name in layer.parameters.items():
+            stored.setdefault(name, set()).add(program.parameter_forms[local])
+    assert all(len(forms) == 1 for forms in stored.values())
+
+
+def test_48_layers_within_a_second_of_processor_time():
+    model = model_of(toy_layers(blocks=48))
+    where = replace(random_setting(3), rows=8, tokens=128)
+    began = time.process_time()
+    links = Chains(model, where).search(model.layers, (1,) * len(where.kinds))
+    assert time.process_time() - began < 1.0
+    assert len(links) == 51
+    assert len({link.recipe.text for link in links[1:49]}) == 1
+
+
+def test_memory_makes_parameters_split():
+    """Where whole parameters do not fit, a dearer program is taken that splits them."""
+    model = model_of(toy_layers())
+    plenty = setting(bytes_per_s=1e6, microbatches=1000, rows=2, tokens=4)
+    free = synthesize(Chains(model, plenty), model.layers)
+    need = max(free.held_bytes)
+    scarce = setting(bytes_per_s=1e6, microbatches=1000, rows=2, tokens=4, memory_bytes=int(2**26 + 0.75 * need))
+    tight = synthesize(Chains(model, scarce), model.layers)
+    assert max(tight.held_bytes) <= 0.75 * need
+    assert tight.cost_s >= free.cost_s
+    with pytest.raises(PlanError, match=r"No program of these layers fits(.|\n)*2 devices(.|\n)*more devices"):
+        less = setting(memory_bytes=2**26 + int(0.05 * need), rows=2, tokens=4)
+        synthesize(Chains(model, less), model.layers)
+
+
+def test_recipes_reload_equal_and_mistakes_are_told():
+    _, links = searched(setting(rows=1, tokens=2, bytes_per_s=3e7, latency_s=0.0))
+    for link in links:
+        assert parse_recipe(link.recipe.text) == link.recipe
+    block = links[1].recipe.text
+    for text, words in (
+        ("", "begins with the forms"),
+        ("I>I t0:I", "This is no conversion"),
+        ("I>I - -", "for another layer(.|\n)*2 choices(.|\n)*make the plan again"),
+        (block.replace("heads", "hands"), "no such label(.|\n)*hands"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            write(block_graph(), (1, 1), parse_recipe(text))
