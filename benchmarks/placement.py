@@ -4,7 +4,7 @@ Every placement is judged by the simulated iteration of the same pipeline (1F1B,
 Excess is counted over the best known placement of an instance, in the whole iteration and in what communication adds
 to it. Pipette's annealing runs as `placement_pipette.py` describes it, compiled, for ten seconds from a random
 permutation (on its own cost, and on our estimate in the place of it); ours runs for a tenth of that, everything from
-the simulated candidate on counted in, and as long: the best of ten seeds. Seconds are processor time of this process:
+the simulated candidate on counted in, and as long. Seconds are processor time of this process:
 both run on one core. Instances with up to ten hosts are gone through exhaustively, best first by the estimate, which is
 a lower bound.
 
@@ -109,8 +109,7 @@ def measure(instance: Instance, seconds: float, seeds: range, exhaustive: bool) 
         spent.append(time.process_time() - began)
         moves.append(ours.moves)
         runs["ours"].append(instance.step_s(ours.devices))
-        again = shorter(instance, question, start, seconds, 1000 * seed, seconds / OURS_PART)
-        runs["ours_as_long"].append(instance.step_s(again))
+        runs["ours_as_long"].append(instance.step_s(longer(question, start, seconds, 1000 * seed + 1)))
         runs["pipette"].append(instance.step_s(pipette(instance, seconds, seed).devices))
         theirs = pipette_on_estimate(instance, knowing(instance, start), seconds, seed)
         runs["pipette_on_estimate"].append(instance.step_s(theirs.devices))
@@ -212,11 +211,9 @@ def longer(question: Question, start: Evaluated, seconds: float, seed: int) -> t
     return place(question, start.simulation.timeline, budget, compiled=True, clock=time.process_time).devices
 
 
-def shorter(
-    instance: Instance, question: Question, start: Evaluated, seconds: float, seed: int, each_s: float = 1.0
-) -> Sequence[int]:
-    """The best of as many searches as there is time for, with seeds of their own."""
-    found = [longer(question, start, each_s, seed + 1 + again) for again in range(max(1, round(seconds / each_s)))]
+def shorter(instance: Instance, question: Question, start: Evaluated, seconds: float, seed: int) -> Sequence[int]:
+    """The best of as many searches of a second as there is time for, with seeds of their own."""
+    found = [longer(question, start, 1.0, seed + 1 + again) for again in range(max(1, round(seconds)))]
     return min(found, key=instance.step_s)
 
 
@@ -236,12 +233,13 @@ def print_table(result: dict[str, Any]) -> None:
         f"\nsimulated iteration over the best known, in %, mean of the seeds: Pipette {result['seconds_pipette']:g} s, "
         f"ours {result['seconds_ours']:g} s"
     )
-    head = ("best known", *METHODS, "ours, worst", "of comm.")
+    head = ("best known", *METHODS, "ours, worst", "long, worst", "of comm.")
     short = {"pipette_on_estimate": "P on ours", "ours_as_long": "as long"}
     print(f"{'instance':<34}" + "".join(f"{short.get(name, name):>12}" for name in head))
     for case in result["cases"]:
         cells = [f"{case['best_known_s']:.4f} s", *(f"{100 * case['excess'][name]:.2f}" for name in METHODS)]
-        cells += [f"{100 * case['excess_worst']['ours']:.2f}", f"{100 * case['excess_of_communication']:.1f}"]
+        cells += [f"{100 * case['excess_worst'][name]:.2f}" for name in METHODS[:2]]
+        cells += [f"{100 * case['excess_of_communication']:.1f}"]
         print(
             f"{case['name']:<34}" + "".join(f"{cell:>12}" for cell in cells) + ("" if case["not_worse"] else "  WORSE")
         )

@@ -96,6 +96,17 @@ def test_the_seed_decides() -> None:
     assert len(devices) > 1
 
 
+def test_a_large_budget_is_spent_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them is the search of a small budget; the others begin anew, and the best of all is kept."""
+    made = candidate(skewed_cluster(12, seed=8), chain(4, 3))
+    one = placed(made, 400)
+    monkeypatch.setattr(search, "ROUND_MOVES", 400)
+    assert placed(made, 799) != one, "up to twice the moves of a round, one round has them all"
+    several = placed(made, 1_600)
+    assert several.step_s < one.step_s and several.moves > 3 * one.moves
+    assert several == placed(made, 1_600)
+
+
 def test_a_budget_of_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "CHUNK", 100)
     made = candidate(skewed_cluster(8), chain(4, 2))

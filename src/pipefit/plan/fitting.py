@@ -78,9 +78,10 @@ def best_plans(
     fitted: list[Evaluated] = []
     before = [one.decisions for one in first.fitting[:1] if one not in found.fitting]
     listed = _short_list(bench, job, pins, found, layouts, before)
-    for tables in _promising(bench, listed):
+    for tables, look in _promising(bench, listed):
         best_s = min((one.step_s for one in (*found.fitting[:1], *fitted)), default=float("inf"))
-        one = fit_layout(bench, tables)
+        made = (look, fit_layout(bench, tables))
+        one = min((one for one in made if one is not None), key=lambda one: one.rank, default=None)
         if one is not None and (pinned or one.step_s < best_s * (1 - TIE)):
             fitted.append(one)
     others = [_renamed(one) for one in found.fitting] if pinned else found.fitting
@@ -88,19 +89,20 @@ def best_plans(
     return replace(found, fitting=tuple(fitting), fitted=len(fitted))
 
 
-def _promising(bench: Workbench, listed: Sequence[Listed]) -> Sequence[list[Choice]]:
+def _promising(bench: Workbench, listed: Sequence[Listed]) -> Sequence[tuple[list[Choice], Evaluated | None]]:
     """Of a short list those that are worth all the moves: by what a few moves reach with the layout's own way of
-    recomputing, the best one, and those that come within NEAR of it."""
+    recomputing, the best one, and those that come within NEAR of it. Each with what the few moves came to, which with
+    what transfers share is sometimes the better order: a fit asks the plain simulator."""
     if len(listed) < 2:
-        return [tables for tables, _ in listed]
-    looks: list[tuple[float, list[Choice]]] = []
+        return [(tables, None) for tables, _ in listed]
+    looks: list[tuple[float, list[Choice], Evaluated | None]] = []
     for tables, own in listed:
-        best_s = min((step_s for step_s, _ in looks), default=float("inf"))
+        best_s = min((step_s for step_s, _, _ in looks), default=float("inf"))
         if tables[0].bound_s < best_s:
             one = fit_layout(bench, [own], moves=moves_for(_actions(own.parts)) // LOOK)
-            looks.append((one.step_s if one is not None else float("inf"), tables))
-    best_s = min(step_s for step_s, _ in looks)
-    return [tables for step_s, tables in looks if step_s <= best_s * (1 + NEAR)]
+            looks.append((one.step_s if one is not None else float("inf"), tables, one))
+    best_s = min(step_s for step_s, _, _ in looks)
+    return [(tables, one) for step_s, tables, one in looks if step_s <= best_s * (1 + NEAR)]
 
 
 def _cut_again(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found, most: int) -> Found:

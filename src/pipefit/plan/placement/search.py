@@ -195,6 +195,7 @@ def place(
     """
     budget = budget or Budget()
     began = clock()
+    rounds = _rounds(budget)
     if compiled is None:
         compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
     searcher = Searcher(question, timeline, compiled)
@@ -206,18 +207,10 @@ def place(
         searcher.probe(given)
         ranked = sorted(starts, key=lambda name: (searcher.estimate(starts[name]), name))[: STAGES[0][0]]
         random = np.array([12345 + budget.seed, 67890 + 7 * budget.seed], dtype=np.int64)
-        lines = [(searcher.simulate(starts[name]), number, starts[name]) for number, name in enumerate(ranked)]
-        over = 1.0
-        for count, share, heat in STAGES:
-            lines = sorted(lines, key=lambda line: line[:2])[:count]
-            moves = max(1, int(budget.moves * share / len(lines)))
-            left = None if budget.seconds is None else max(0.0, budget.seconds - (clock() - began))
-            seconds = None if left is None else left * share / (over * len(lines))
-            course = Course(moves=moves, heat=HOT * heat, random=random, seconds=seconds, clock=clock)
-            for index, (step_s, number, device) in enumerate(lines):
-                device, step_s = searcher.anneal(device, step_s, racks, course)
-                lines[index] = (step_s, number, device)
-            over -= share
+        chosen = [starts[name] for name in ranked]
+        for index in range(rounds):
+            left = None if budget.seconds is None else max(0.0, budget.seconds - (clock() - began)) / (rounds - index)
+            _round(searcher, chosen, racks, random, budget.moves // rounds, left, clock)
     return Placed(
         devices=tuple(searcher.best[: question.shape.slots].tolist()),
         step_s=searcher.best_s,
@@ -227,6 +220,40 @@ def place(
         cuts=len(searcher.known),
     )
 
+
+def _round(
+    searcher: Searcher,
+    starts: Sequence[Ints],
+    racks: Sequence[Sequence[int]],
+    random: Ints,
+    moves: int,
+    seconds: float | None,
+    clock: Clock,
+) -> None:
+    """STAGES once, from these placements; the searcher keeps the best of all. `random` goes on."""
+    began, over = clock(), 1.0
+    lines = [(searcher.simulate(device), number, device) for number, device in enumerate(starts)]
+    for count, share, heat in STAGES:
+        lines = sorted(lines, key=lambda line: line[:2])[:count]
+        left = None if seconds is None else max(0.0, seconds - (clock() - began)) * share / (over * len(lines))
+        course = Course(
+            moves=max(1, int(moves * share / len(lines))), heat=HOT * heat, random=random, seconds=left, clock=clock
+        )
+        for index, (step_s, number, device) in enumerate(lines):
+            device, step_s = searcher.anneal(device, step_s, racks, course)
+            lines[index] = (step_s, number, device)
+        over -= share
+
+
+def _rounds(budget: Budget) -> int:
+    """How often all is done from the start: several short searches find more than a long one does."""
+    if budget.seconds is not None:
+        return max(1, round(budget.seconds / ROUND_S))
+    return max(1, budget.moves // ROUND_MOVES)
+
+
+ROUND_MOVES, ROUND_S = 500_000, 1.0
+"""Moves of a round, and seconds where the budget counts those."""
 
 HOT, COLD = 0.04, 0.002
 """The first temperature, as a share of what is placed; the last one, as a share of the first."""
