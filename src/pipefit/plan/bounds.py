@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.types import Array, CostTable
+from pipefit.plan.sliced_bounds import sliced_bound_s
 from pipefit.schedule.actions import Schedule
 
 Ints = NDArray[np.int64]
@@ -58,9 +59,9 @@ FACTS: Mapping[str, Facts] = {
     "v-min": Facts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
     "dualpipe-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
 }
-"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024, arXiv
-2401.10241 and 2405.15362. A test compares each with what the family's own orders hold. Families that are not listed are
-bounded by what holds for any order."""
+"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024,
+arXiv 2401.10241 and 2405.15362. A test compares each with what the family's own orders hold. Families that are not
+listed are bounded by what holds for any order."""
 
 _ANY = Facts(lambda lane, lanes, turns, m: 1)
 
@@ -96,36 +97,27 @@ def chain_bound_s(
 
 
 def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
-    """The least simulated time of a lowered schedule of that family under this table, for a chain of stages.
-
-    With slices only what any order obeys is used.
-    """
+    """The least simulated time of a lowered schedule of that family under this table, for a chain of stages."""
     stages = len(placement)
     slices = max(table.time_s.shape[2] for table in costs.actions.values())
-    forward = _per_stage(costs, "F", stages, slices)
-    fused = _per_stage(costs, "B", stages, slices)
-    parted = _per_stage(costs, "I", stages, slices) + _per_stage(costs, "W", stages, slices)
-    facts = facts_of(schedule)
-    backward = fused if facts.fused else np.minimum(fused, parted)
-    lanes = np.asarray(placement)
-    after = float(np.max(costs.step_s + np.bincount(lanes, weights=costs.gather_s)))
-    loads = np.bincount(lanes, weights=forward + backward)
-    if slices > 1:
-        return float(microbatches * loads.max()) + after
-    ahead, back = _transfers(costs, placement)
-    heads = np.concatenate(([0.0], np.cumsum(forward[:-1] + ahead)))
-    tails = np.concatenate(([0.0], np.cumsum(backward[:-1] + back))) if facts.fused else np.zeros(stages)
-    first = np.array([placement.index(lane) for lane in range(len(loads))])
-    hidden = costs.reduce_hidden_s
+    fused = _per_slice(costs, "B", stages, slices)
+    parted = _per_slice(costs, "I", stages, slices) + _per_slice(costs, "W", stages, slices)
+    facts, hidden = facts_of(schedule), costs.reduce_hidden_s
     left = costs.reduce_s
     if hidden:
         left = left - (hidden["B"] if facts.fused else np.maximum(hidden["B"], hidden["W"]))
-    reduced = heads + microbatches * (forward + backward) + left
-    bound = max(float((heads[first] + microbatches * loads + tails[first]).max()), float(reduced.max()))
-    if facts.fused:
-        way = float(forward.sum() + backward.sum() + ahead.sum() + back.sum())
-        bound = max(bound, way + (microbatches - 1) * max(float(forward.max()), float(backward.max())))
-    return bound + after
+    ahead, back = _transfers(costs, placement, slices)
+    bound = sliced_bound_s(
+        _per_slice(costs, "F", stages, slices),
+        fused if facts.fused else np.minimum(fused, parted),
+        placement,
+        microbatches,
+        facts.fused,
+        ahead_s=ahead,
+        back_s=back,
+        left_s=np.asarray(left),
+    )
+    return bound + float(np.max(costs.step_s + np.bincount(np.asarray(placement), weights=costs.gather_s)))
 
 
 def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
@@ -143,20 +135,20 @@ def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
     return floors
 
 
-def _per_stage(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
-    """Seconds of one microbatch, all slices and the overhead of each action included."""
+def _per_slice(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
+    """[slice, stage]: seconds in the microbatch where that is least, the overhead of an action included."""
     table = costs.actions[kind].time_s
     spread = np.broadcast_to(table, (stages, table.shape[1], slices)).min(axis=1)
-    per_stage: Array = (spread + costs.overhead_s).sum(axis=1)
-    return per_stage
+    per_slice: Array = (spread + costs.overhead_s).T
+    return per_slice
 
 
-def _transfers(costs: CostTable, placement: Sequence[int]) -> tuple[Array, Array]:
-    """Least seconds from each stage to the next, and back; nothing where both are on one lane."""
-    stages = len(placement)
-    ahead, back = np.zeros(stages - 1), np.zeros(stages - 1)
+def _transfers(costs: CostTable, placement: Sequence[int], slices: int) -> tuple[Array, Array]:
+    """[slice, edge]: least seconds from each stage to the next, and back; nothing where both are on one lane."""
+    edges = len(placement) - 1
+    ahead, back = np.zeros((slices, edges)), np.zeros((slices, edges))
     for edge in costs.edges:
         if edge.target == edge.source + 1 and not edge.tensor and placement[edge.source] != placement[edge.target]:
-            ahead[edge.source] = float(edge.forward_s.min())
-            back[edge.source] = float(edge.backward_s.min())
+            ahead[:, edge.source] = edge.forward_s.min(axis=0)
+            back[:, edge.source] = edge.backward_s.min(axis=0)
     return ahead, back

@@ -51,7 +51,7 @@ class Queue:
         self._bound_s = spread(floors.bound_s(panel, floor), panel)
         self._guess_s: dict[str, Array] = {}
         keys = self._bound_s
-        if not facts_of(panel.names[0]).fused or not floor.alike:
+        if not facts_of(panel.names[0]).fused or not floor.alike or panel.slices:
             guesses = floors.guesses_s(panel, floor)
             self._guess_s = {name: spread(one, panel) for name, one in zip(panel.names, guesses, strict=True)}
             keys = np.maximum(keys, spread(guesses.min(axis=0), panel))
@@ -116,5 +116,5 @@ def leanest_first(floors: Floors, space: Sequence[Panel]) -> Iterator[Decisions]
         line = int(np.searchsorted(starts, index, side="right")) - 1
         panel, name = owner[line]
         decisions = panel.decisions(index - int(starts[line]))
-        if name in panel.able(decisions.microbatches):
+        if name in panel.able(decisions.units):
             yield replace(decisions, schedule=name)

@@ -35,6 +35,7 @@ from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.mixed import Kinds
 from pipefit.plan.partition import partition
 from pipefit.plan.sharded import Programs
+from pipefit.plan.sliced_bounds import sliced_flights
 from pipefit.plan.structure import make_groups
 from pipefit.plan.types import Job
 
@@ -148,7 +149,7 @@ class Cutter:
         if key not in self._rows:
             if plain not in self._plain:
                 group, rows = self.fleet.sample(pairs)
-                self._plain[plain] = self._make_row(self._probe(job, group, rows, recompute), job)
+                self._plain[plain] = self._make_row(self.probe(job, group, rows, recompute), job)
             self._rows[key] = self._with_statics(self._plain[plain], job, share)
         return self._rows[key]
 
@@ -234,11 +235,11 @@ class Cutter:
         program = (decisions.sharding, decisions.shards)
         key = (job.precision, job.sequence, rows, decisions.replicas, share, program, recompute, group.devices)
         if key not in self._rows:
-            probe = self._probe(job, group, rows, recompute, *program)
+            probe = self.probe(job, group, rows, recompute, *program)
             self._rows[key] = self._with_statics(self._make_row(probe, job), job, share, *program)
         return self._rows[key]
 
-    def _probe(
+    def probe(
         self,
         job: Job,
         group: Group,
@@ -322,16 +323,18 @@ def _rows(rows: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in split(rows, replicas))
 
 
-def _held(decisions: Decisions) -> tuple[int, ...]:
-    """The least number of stage-microbatches that each lane holds at once; with slices, those of one microbatch."""
+def _held(decisions: Decisions) -> tuple[float, ...]:
+    """The least number of stage-microbatches that each lane holds at once; with slices, whole ones."""
     if decisions.slices:
-        return (1,) * decisions.lanes
+        return sliced_flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches, decisions.slices)
     return flights(decisions.schedule, decisions.lane_of_stage, decisions.microbatches)
 
 
-def _stage_flights(held: Sequence[int], placement: Sequence[int]) -> list[int]:
-    """An equal part of what a lane holds for each of its stages, at least one microbatch."""
-    return [max(1, held[lane] // placement.count(lane)) for lane in placement]
+def _stage_flights(held: Sequence[float], placement: Sequence[int]) -> list[float]:
+    """An equal part of what a lane holds for each of its stages, at least one microbatch; whole ones of several
+    stages."""
+    each = [(held[lane], placement.count(lane)) for lane in placement]
+    return [max(1, count if turns == 1 else count // turns) for count, turns in each]
 
 
 def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: Decisions) -> Cut:
@@ -339,7 +342,7 @@ def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: Decisions
     return _cut_at(bounds, rows, _held(decisions), decisions.lane_of_stage)
 
 
-def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
+def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
     """Whether any cut keeps every stage within its limit: which boundaries each stage in turn can reach. Exact."""
     layers = len(rows[0].forward_s)
     starts = np.zeros(1, dtype=np.int64)
@@ -358,7 +361,7 @@ def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[int]) -> bool:
 
 
 def _best_cut(
-    rows: Sequence[LayerRow], held: Sequence[int], placement: tuple[int, ...], pinned: tuple[int, ...]
+    rows: Sequence[LayerRow], held: Sequence[float], placement: tuple[int, ...], pinned: tuple[int, ...]
 ) -> Cut | None:
     layers, stages = len(rows[0].forward_s), len(rows)
     if pinned or stages == 1:
@@ -386,7 +389,7 @@ def _best_cut(
     return other if other.fits else cut
 
 
-def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[int], placement: Sequence[int]) -> Cut:
+def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]) -> Cut:
     runs = list(pairwise(bounds))
     static = [float(WORKSPACE_BYTES)] * len(held)
     saved = [float(row.saved_bytes[start:stop].sum()) for row, (start, stop) in zip(rows, runs, strict=True)]

@@ -31,7 +31,7 @@ class KindRow:
     part: float
     "Their rows as a part of the most that any device of the stage has."
 
-    def filled(self, flight: int) -> Array:
+    def filled(self, flight: float) -> Array:
         """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
         sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
         return sums
@@ -62,7 +62,7 @@ class LayerRow:
     kinds: tuple[KindRow, ...] = ()
     "The kinds of devices, where they hold different amounts: each has to keep to its own memory."
 
-    def filled(self, flight: int) -> Array:
+    def filled(self, flight: float) -> Array:
         """Bytes of layers 0 to i, for every i from 0 on, with `flight` microbatches in flight."""
         sums: Array = np.concatenate(([0.0], np.cumsum(self.static_bytes + flight * self.saved_bytes)))
         return sums
@@ -112,7 +112,7 @@ def most_bytes(kinds: Sequence[KindRow], static_bytes: Array, saved_bytes: Array
 
 
 def lane_need(
-    stages: Sequence[tuple[Sequence[KindRow], int, int]], held: int, fullest: tuple[float, Sequence[float]]
+    stages: Sequence[tuple[Sequence[KindRow], int, int]], held: float, fullest: tuple[float, Sequence[float]]
 ) -> tuple[float, Need]:
     """(limit for what the fullest device needs, need of the kind that is fullest for its own memory) of a lane that
     holds `held` microbatches of its leanest stage. `stages`: the kinds of each, and its first and last layer but one;
@@ -140,7 +140,7 @@ def stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Arr
     return np.stack([value(row) for row in rows])
 
 
-def memory_of(rows: Sequence[LayerRow], flights: Sequence[int]) -> Array:
+def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
     """[stage][layer]: bytes with what is in flight; [stage][kind][layer] where kinds hold different amounts."""
     most = max(len(row.kinds) for row in rows)
     if most:

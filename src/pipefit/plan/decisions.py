@@ -54,6 +54,11 @@ class Decisions:
         return len(self.cuts) + 1 if self.cuts else self.stages
 
     @property
+    def units(self) -> int:
+        """Microbatches, or slices of them: what a stage runs one by one."""
+        return self.microbatches * max(1, len(self.slices))
+
+    @property
     def lane_of_stage(self) -> tuple[int, ...]:
         return self.placement or tuple(range(self.stage_count))
 

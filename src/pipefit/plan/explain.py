@@ -40,7 +40,7 @@ def forecast(plan: Plan) -> list[str]:
         f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{format_flops(rate)}/s a device",
         f"hangs on: {prediction.binds}",
-        *(note for note in prediction.assumptions if note.startswith("placement: ")),
+        *(note for note in prediction.assumptions if note.startswith(("placement: ", "slices: "))),
     ]
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1

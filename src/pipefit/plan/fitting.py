@@ -278,8 +278,8 @@ def _actions(parts: Parts) -> int:
 
 
 def _at_least(decisions: Decisions) -> int:
-    """The actions of a layout, before it is built: of whole microbatches."""
-    return 3 * decisions.stage_count * decisions.microbatches
+    """The actions of a layout, before it is built."""
+    return 3 * decisions.stage_count * decisions.units
 
 
 def _renamed(one: Evaluated) -> Evaluated:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.cost.work import Recompute
+from pipefit.cost.work import Recompute, StageWork
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.cut import Cutter
 from pipefit.plan.cut_rows import LayerRow
@@ -23,6 +23,8 @@ from pipefit.plan.decisions import Decisions
 from pipefit.plan.estimate import OVER, WEIGHT_SHARE, idle_s, most_held
 from pipefit.plan.fleet import Pair, Runs, pairs_of
 from pipefit.plan.panel import Panel
+from pipefit.plan.sliced_bounds import first_share_bound_s
+from pipefit.plan.slices import Slicer
 from pipefit.plan.types import Job
 
 Class = tuple[LayerRow, ...]
@@ -46,6 +48,8 @@ class Floor:
     "All layers, where it is least."
     limit_bytes: Array
     "[class]."
+    first_share: float = 1.0
+    "The least part of a layer's time that its first slice takes."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class PanelFloor:
     "[class]."
     lanes: Array
     "[class]: how many lanes there are."
+    first_share: Array
+    "The least part of a layer's time that its first slice takes."
 
     @property
     def alike(self) -> bool:
@@ -78,15 +84,20 @@ class PanelFloor:
 class Floors:
     """The floors of the panels of one search."""
 
-    def __init__(self, cutter: Cutter, job: Job) -> None:
+    def __init__(self, cutter: Cutter, job: Job, slicer: Slicer | None = None) -> None:
         self.cutter = cutter
         self.job = job
+        self.slicer = slicer or Slicer(cutter, job, {})
         self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
         self._stacks: dict[object, list[list[Floor]]] = {}
         self._statics: dict[float, float] = {}
         self._panels: dict[tuple[int, int], tuple[Panel, PanelFloor]] = {}
         "By what panels of one grid share; with a panel that keeps it alive."
         self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
+        self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
+        "With the stage, which it keeps alive."
+        self._shares: dict[int, float] = {}
+        "Of sliced rows, the least part that a first slice takes."
 
     def panel(self, panel: Panel) -> PanelFloor:
         """The floor of all its candidates."""
@@ -104,22 +115,43 @@ class Floors:
         lanes = np.array(list(counted.values()), dtype=float)
         counts = tuple(count for count, _ in panel.counts)
         even = all(max(shares) == 1 for _, shares in panel.counts)
-        key = (panel.recompute, tuple(counted), counts, panel.replicas, panel.counts if not even else None)
+        uneven = panel.counts if not even else None
+        key = (panel.recompute, tuple(counted), counts, panel.replicas, uneven, panel.slices)
         if key not in self._stacks:
+            each = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
             self._stacks[key] = [
-                [self._floor([(self._row(runs, rows, way[0], even),) for runs in counted]) for way in panel.recompute]
-                for rows in (self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts)
+                [
+                    self._floor([(self._row(runs, rows, way[0], even, cut),) for runs in counted])
+                    for way in panel.recompute
+                ]
+                for rows, cut in zip(each, panel.slices or [()] * len(each), strict=True)
             ]
         floors = self._stacks[key]
         return self._stacked(panel, floors, lanes)
 
-    def _row(self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool) -> LayerRow:
+    def _row(
+        self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool, slices: tuple[int, ...] = ()
+    ) -> LayerRow:
+        pairs = pairs_of(runs, rows)
+        if slices:
+            stage = self.slicer.stage(pairs, recompute)
+            return self._cut(self.cutter.row(self.job, pairs, recompute, 1.0), stage, slices)
         if even:
-            return self.cutter.row(self.job, pairs_of(runs, rows), recompute, 1.0)
-        key = (pairs_of(runs, rows), recompute)
+            return self.cutter.row(self.job, pairs, recompute, 1.0)
+        key = (pairs, recompute)
         if key not in self._near:
             self._near[key] = self.cutter.near(self.job, *key)
         return self._near[key]
+
+    def _cut(self, row: LayerRow, stage: StageWork, slices: tuple[int, ...]) -> LayerRow:
+        """The row with the times of all slices of its layers; `stage` is what it is the row of."""
+        key = (id(row), id(stage), slices)
+        if key not in self._sliced:
+            found = self.slicer.rows.row(stage, slices, self.job.precision)
+            times = {"forward_s": found.forward_s.sum(axis=0), "backward_s": found.backward_s.sum(axis=0)}
+            self._sliced[key] = (stage, replace(row, **times))
+            self._shares[id(self._sliced[key][1])] = found.first_share
+        return self._sliced[key][1]
 
     def bound_s(self, panel: Panel, floor: PanelFloor) -> Array:
         """A lower bound of every candidate's step, whatever its cut: [microbatches, recomputation].
@@ -128,12 +160,16 @@ class Floors:
         one stage a lane as well, all lanes alike and W being the sum, the largest of prefix + m w over the stages is
         least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes).
         """
-        fused = facts_of(panel.names[0]).fused and not panel.slices
+        fused = facts_of(panel.names[0]).fused
         count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
         least: Array = count * np.maximum(floor.lane_s, floor.largest_s)
         if not fused:
             return least
         total = floor.forward_s + floor.backward_s
+        if panel.slices:
+            if len(panel.placement) == panel.lanes and floor.alike:
+                least = np.maximum(least, first_share_bound_s(total, floor.first_share, count, panel.lanes))
+            return least
         way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / panel.turns
         least = np.maximum(least, way)
         if len(panel.placement) == panel.lanes and floor.alike:
@@ -144,24 +180,28 @@ class Floors:
         """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
         the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
         floor = self.panel(panel)
-        kept = (self._held(panel) * floor.saved_bytes / panel.turns)[:, :, :, None]
+        kept = (self._held(panel) * floor.saved_bytes / (panel.turns * self._slices(panel)))[:, :, :, None]
         filled: Array = (floor.static_bytes + kept) / float(floor.lanes @ floor.limit_bytes)
         return filled
 
     def _held(self, panel: Panel) -> Array:
-        """[schedule, microbatches, 1]: stage-microbatches on the fullest lane."""
-        counts = [count for count, _ in panel.counts]
-        held = [[most_held(name, panel.lanes, panel.placement, each) for each in counts] for name in panel.names]
+        """[schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
+        held = [[most_held(name, panel.lanes, panel.placement, each) for each in panel.units] for name in panel.names]
         return np.array(held, dtype=float)[:, :, None]
+
+    def _slices(self, panel: Panel) -> Array:
+        """[microbatches, 1]: how many slices."""
+        return np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None]
 
     def guesses_s(self, panel: Panel, floor: PanelFloor) -> Array:
         """What steps likely take (`plan/estimate.py`): [schedule, microbatches, recomputation, ZeRO-1]."""
         count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
-        w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / panel.turns
-        f, i = floor.lane_forward_s / panel.turns, floor.lane_backward_s / panel.turns - w
+        parts = panel.turns * self._slices(panel)
+        w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
+        f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
         held = self._held(panel)
         idle = [idle_s(name, panel.lanes, one, f, i, w) for name, one in zip(panel.names, held, strict=True)]
-        kept = (held * floor.saved_bytes / panel.turns)[:, :, :, None]
+        kept = (held * floor.saved_bytes / parts)[:, :, :, None]
         filled_s, lack = _filled(floor, floor.static_bytes + kept)
         guess: Array = (count[:, :, None] * filled_s + np.stack(idle)[:, :, :, None]) * (1 + OVER * lack)
         return guess
@@ -186,7 +226,11 @@ class Floors:
     def _lanes(self, decisions: Decisions) -> list[Class]:
         """Of every lane of a candidate, what its stages cost, each row once."""
         held: dict[int, dict[int, LayerRow]] = {}
-        for row, lane in zip(self.cutter.rows(self.job, decisions), decisions.lane_of_stage, strict=True):
+        rows = self.cutter.rows(self.job, decisions)
+        if decisions.slices:
+            stages = self.slicer.stages_of(decisions)
+            rows = [self._cut(row, stage, decisions.slices) for row, stage in zip(rows, stages, strict=True)]
+        for row, lane in zip(rows, decisions.lane_of_stage, strict=True):
             held.setdefault(lane, {})[id(row)] = row
         return [tuple(held[lane][key] for key in sorted(held[lane])) for lane in sorted(held)]
 
@@ -208,6 +252,7 @@ class Floors:
                 rates=rates,
                 saved_bytes=min(float(row.saved_bytes.sum()) for one in classes for row in one),
                 limit_bytes=np.array([min(row.limit_bytes for row in one) for one in classes]),
+                first_share=min(self._shares.get(id(row), 1.0) for one in classes for row in one),
             )
         return self._known[key]
 
@@ -233,6 +278,7 @@ class Floors:
             rates=np.stack([floor.rates[0] for floor in flat], axis=1).reshape(len(lanes), *shape),
             limit_bytes=flat[0].limit_bytes,
             lanes=lanes,
+            first_share=np.array([floor.first_share for floor in flat]).reshape(shape),
         )
 
     def _static(self, share: float, panel: Panel) -> float:

@@ -21,6 +21,7 @@ from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress
 from pipefit.plan.searched import asked_in
 from pipefit.plan.sensitivity import sensitivity
+from pipefit.plan.slice_notes import slice_note
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
@@ -76,6 +77,7 @@ def make_plan(
             *plan.prediction.assumptions,
             *left_out(bench, job, found),
             *filter(None, [placing.note]),
+            slice_note(bench, job, pins, found),
             counted,
         ),
         sensitivity=sensitivity(bench, job, pins, best),

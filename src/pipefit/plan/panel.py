@@ -26,7 +26,7 @@ Count = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Candidates, in a fixed order: by microbatches, recomputation, ZeRO-1, `inner`."""
+    """Candidates, in a fixed order: by microbatches and slices, recomputation, ZeRO-1, `inner`."""
 
     lanes: int
     counts: tuple[Count, ...]
@@ -43,7 +43,8 @@ class Panel:
     shards: tuple[int, ...] = (1,)
     sharding: Sharding = "none"
     cuts: tuple[int, ...] = ()
-    slices: tuple[int, ...] = ()
+    slices: tuple[tuple[int, ...], ...] = ()
+    "Tokens of each slice, for each of the counts; empty: sequences are not cut."
     fleet: Fleet | None = None
     runs: tuple[Runs, ...] = ()
     "The kinds of every lane's replicas in the pattern."
@@ -66,13 +67,18 @@ class Panel:
     @property
     def candidates(self) -> int:
         """How many there are, schedules told apart."""
-        units = max(1, len(self.slices))
-        able = sum(units * count >= least for count, _ in self.counts for least in self.least)
+        able = sum(units >= least for units in self.units for least in self.least)
         return able * len(self.recompute) * len(self.zero1) * len(self.inner)
 
-    def able(self, microbatches: int) -> tuple[str, ...]:
-        """The schedules that so few microbatches are enough for."""
-        units = microbatches * max(1, len(self.slices))
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Microbatches times slices, for each of the counts."""
+        if not self.slices:
+            return tuple(count for count, _ in self.counts)
+        return tuple(count * len(slices) for (count, _), slices in zip(self.counts, self.slices, strict=True))
+
+    def able(self, units: int) -> tuple[str, ...]:
+        """The schedules that so few microbatches, or slices of them, are enough for."""
         return tuple(name for name, least in zip(self.names, self.least, strict=True) if units >= least)
 
     def decisions(self, index: int) -> Decisions:
@@ -87,8 +93,8 @@ class Panel:
             shards=self.shards,
             sharding=self.sharding,
             microbatches=microbatches,
-            schedule=self.able(microbatches)[0],
-            slices=self.slices,
+            schedule=self.able(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
+            slices=self.slices[which] if self.slices else (),
             recompute=self.recompute[way],
             zero1=self.zero1[zero1],
             inner=self.inner[inner],
@@ -99,6 +105,10 @@ class Panel:
             self._devices[chosen.inner] = chosen.on(self._laid_out(chosen.inner), chosen.inner)
         known = self._devices[chosen.inner]
         return replace(chosen, devices=known.devices, inner=known.inner)
+
+    def first_of(self, which: int) -> int:
+        """The number of the first candidate with one of the counts."""
+        return int(np.ravel_multi_index((which, 0, 0, 0), self.shape))
 
     def _laid_out(self, inner: Inner) -> tuple[int, ...]:
         """The device of every place."""
@@ -121,7 +131,7 @@ class Panel:
     def told_apart(self, index: int) -> Iterator[Decisions]:
         """The candidates with this number, one for each schedule."""
         decisions = self.decisions(index)
-        return (replace(decisions, schedule=name) for name in self.able(decisions.microbatches))
+        return (replace(decisions, schedule=name) for name in self.able(decisions.units))
 
 
 Cells = NDArray[np.float64]

@@ -41,6 +41,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _slices(text: str) -> int | tuple[int, ...]:
+    """`4` is four of equal cost, `1` none; `512,512` are the tokens of each."""
+    return _numbers(text) if "," in text else _count(text)
+
+
 def _choice(*values: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in values:
@@ -74,7 +79,10 @@ KEYS: Mapping[str, Key] = {
     "inner": Key("replica or stage: who lies next to each other", _choice("replica", "stage")),
     "devices": Key("a count: how many devices take part", _count),
     "cuts": Key("first layer of every stage but the first, with commas", _numbers),
-    "slices": Key("tokens of each slice, with commas", _numbers),
+    "slices": Key(
+        "a count of slices of equal cost (1: sequences are not cut), or the tokens of each, with commas", _slices
+    ),
+    "slice_multiple": Key("tokens that every slice is a multiple of, the last one's rest apart", _count),
     "placement": Key("lane of every stage, with commas", _numbers),
     "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
@@ -138,8 +146,9 @@ def _check_together(pins: Mapping[str, Any]) -> None:
 def describe(decisions: Decisions) -> str:
     """The choices in one short line for people."""
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
+    slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
     return (
         f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{shards}, "
-        f"{decisions.microbatches} microbatches, {decisions.schedule}, recompute {','.join(decisions.recompute)}, "
-        f"ZeRO-1 {'on' if decisions.zero1 else 'off'}"
+        f"{decisions.microbatches} microbatches{slices}, {decisions.schedule}, "
+        f"recompute {','.join(decisions.recompute)}, ZeRO-1 {'on' if decisions.zero1 else 'off'}"
     )

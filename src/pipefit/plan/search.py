@@ -19,9 +19,12 @@ from functools import partial
 from operator import le
 from typing import Any
 
+import numpy as np
+
 from pipefit.cluster.topology import device_count
 from pipefit.cost.memory_lanes import lane_limits
-from pipefit.cost.types import CostTable
+from pipefit.cost.table import cost_table
+from pipefit.cost.types import Array, CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of
@@ -40,6 +43,8 @@ from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
 from pipefit.plan.ports import shared_bound_s, shared_costs
 from pipefit.plan.predict import Simulation
+from pipefit.plan.sliced_bounds import sliced_bound_s
+from pipefit.plan.slices import Slicer
 from pipefit.plan.space import check_space, panels, rearrangements
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
@@ -55,6 +60,10 @@ EXTRA_SIMULATIONS = 24
 BUDGET = 100_000
 """Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
 DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
+
+SLICED = 8_000
+"""Work spent on either kind of schedules with slices, for each way of recomputing: what keeps most memory comes first,
+and if it is found to fit, the others are soon done with."""
 
 MANY_DEVICES = 2048
 """For every so many devices a search may spend its budgets once more: a look costs more there."""
@@ -97,27 +106,28 @@ def search(
 ) -> Found:
     """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
     pins = pins or {}
-    return _Search(bench, job, pins, top, progress).run(_panels(bench, job, pins))
+    searcher = _Search(bench, job, pins, top, progress)
+    return searcher.run(_panels(bench, job, pins, searcher.slicer))
 
 
 def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
     """Whether `search` would find a plan: the leanest candidates first, until one fits or TRIES simulated ones do
     not. Raises PlanError as `search` does."""
     searcher = _Search(bench, job, pins, 1, None)
-    searcher.any_that_fits(_panels(bench, job, pins))
+    searcher.any_that_fits(_panels(bench, job, pins, searcher.slicer))
     return bool(searcher.fitting)
 
 
-def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Panel]:
+def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any], slicer: Slicer) -> list[Panel]:
     """The space, for a job and pins that leave something to consider."""
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.module, bench.model, job.sequence, "--seq")
-    if len(pins.get("slices", ())) > 1:
+    if pins.get("slices", 1) not in (1, (job.sequence,)):
         check_sliceable(bench.model, "--fix slices")
     for error in document_obstacles(bench.model, "--documents") if job.documents == "apart" else ():
         raise error
-    return list(panels(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter))
+    return list(panels(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter, slicer))
 
 
 class _Search:
@@ -129,7 +139,8 @@ class _Search:
         self.pins = pins
         self.top = top
         self.progress = progress
-        self.floors = Floors(bench.cutter, job)
+        self.slicer = Slicer(bench.cutter, job, pins)
+        self.floors = Floors(bench.cutter, job, self.slicer)
         self.share = max(MIXED if bench.cutter.fleet.mixed else 1.0, bench.network.devices / MANY_DEVICES)
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
@@ -142,6 +153,7 @@ class _Search:
         self.seen: set[Decisions] = set()
         "What was looked at, before it was cut."
         self.simulated = 0
+        self._frames: dict[Decisions, tuple[Array, float]] = {}
         self.spent = 0
 
     def run(self, space: list[Panel]) -> Found:
@@ -149,10 +161,8 @@ class _Search:
         if considered == 1:
             only = space[0].decisions(0)
             check_decisions(only, self.job, len(self.bench.module.layers), self.bench.network.devices)
-        split = [panel for panel in space if not facts_of(panel.names[0]).fused]
-        fused = [panel for panel in space if facts_of(panel.names[0]).fused]
-        bounds = [self.explore(split, patient=not fused)] if split else []
-        bounds += [self.explore(fused)] if fused else []
+        parts = [part for part in _parts(space) if part]
+        bounds = [self.explore(part, patient=part is parts[-1]) for part in parts]
         self._rearrange()
         self._runners_up()
         if self.refused and not self.fitting and not self.misfits and not self.unfit:
@@ -177,7 +187,8 @@ class _Search:
         lower_bound_s = min(item.bound_s for item in items)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
-        while heap and self.spent <= self.share * (PATIENCE if patient and not self.fitting else BUDGET):
+        budget = SLICED if space[0].slices else BUDGET
+        while heap and self.spent <= self.share * (PATIENCE if patient and not self.fitting else budget):
             _, index = heapq.heappop(heap)
             if self.fitting and items[index].bound_s > self.fitting[0].step_s * (1 + TIE):
                 self.left.append(items[index])
@@ -319,11 +330,27 @@ class _Search:
     def _take(self, candidate: Candidate, cut: Cut, bound_s: float) -> float:
         """The bound of the candidate with this cut."""
         decisions = candidate.decisions = replace(candidate.decisions, cuts=cut.cuts)
-        if decisions.slices:
-            return bound_s
         fused = facts_of(decisions.schedule).fused
         lanes, count = decisions.lane_of_stage, decisions.microbatches
+        if decisions.slices:
+            left_s, after_s = self._frame(decisions)
+            times = self.slicer.times(decisions)
+            return max(bound_s, after_s + sliced_bound_s(*times, lanes, count, fused, left_s=left_s))
         return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
+
+    def _frame(self, decisions: Decisions) -> tuple[Array, float]:
+        """What follows the last backwards of a candidate at least, as without slices: (the reduction of each stage, the
+        optimizer step). The first slice, whose backward is a stage's last, hides no more of a reduction than a whole
+        microbatch."""
+        whole = replace(decisions, slices=(), schedule="")
+        if whole not in self._frames:
+            parts = self.bench.parts(self.job, whole)
+            costs = cost_table(pipeline_work(parts, self.bench.programs), self.bench.network, self.bench.layers)
+            hidden = costs.reduce_hidden_s
+            left = costs.reduce_s - (np.maximum(hidden["B"], hidden["W"]) if hidden else 0.0)
+            gathered = np.bincount(np.asarray(parts.placement), weights=costs.gather_s)
+            self._frames[whole] = (left, float(np.max(costs.step_s + gathered)))
+        return self._frames[whole]
 
     def _table(self, candidate: Candidate, bound_s: float) -> float | None:
         cut = self.bench.cutter.leanest(self.job, candidate.decisions)
@@ -377,6 +404,19 @@ class _Search:
         lane = max(range(len(needs)), key=lambda lane: needs[lane][0] / needs[lane][1])
         self.misfits.append(Misfit(decisions, bound_s, *needs[lane], lane))
         return None
+
+
+def _parts(space: Sequence[Panel]) -> Iterator[list[Panel]]:
+    """The candidates in the order in which they are looked at: slices have to beat what does without."""
+    for sliced, kinds in ((False, (False, True)), (True, (True, False))):
+        for fused in kinds:
+            panels = [one for one in space if facts_of(one.names[0]).fused == fused and bool(one.slices) == sliced]
+            ways = dict.fromkeys(way for one in panels for way in one.recompute)
+            if not sliced:
+                yield panels
+                continue
+            for way in ways:
+                yield [replace(one, recompute=(way,)) for one in panels if way in one.recompute]
 
 
 def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:

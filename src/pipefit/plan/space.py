@@ -21,6 +21,8 @@ from pipefit.plan.decisions import Decisions, Inner
 from pipefit.plan.fleet import Runs
 from pipefit.plan.mixed import Pattern, laid_out, patterns, rearranged, replica_counts, row_shares
 from pipefit.plan.panel import Count, Panel
+from pipefit.plan.slices import Slicer
+from pipefit.plan.slicing.cuts import uniform
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 
@@ -37,35 +39,45 @@ def space(
 
 
 def panels(
-    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None = None
+    job: Job,
+    layers: int,
+    devices: int,
+    hosts: int,
+    pins: Mapping[str, Any],
+    cutter: Cutter | None = None,
+    slicer: Slicer | None = None,
 ) -> Iterator[Panel]:
     """Every panel of candidates, in a fixed order. A pinned `fit` is no family of its own: it gets the layouts of all
     (see `plan/fitting.py`)."""
     pins = families_only(pins)
+    slicer = Slicer(cutter, job, pins) if cutter is not None and slicer is None else slicer
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
     for grid in _grids(job, layers, devices, hosts, pins, cutter):
         if grid.lanes not in known:
             known[grid.lanes] = _schedules(grid.lanes, layers, pins)
         for (placement, _), names in known[grid.lanes].items():
             panel = _panel(grid, placement, names, pins, cutter)
-            if panel is not None:
-                yield panel
+            if panel is None:
+                continue
+            whole = _whole(panel, pins)
+            if whole is not None:
+                yield whole
+            sliced = _sliced(panel, job, pins, slicer)
+            if sliced is not None:
+                yield sliced
 
 
 def _panel(
     grid: _Grid, placement: tuple[int, ...], names: Sequence[str], pins: Mapping[str, Any], cutter: Cutter | None
 ) -> Panel | None:
-    """The panel of a grid with a placement, if there is a candidate in it."""
+    """The panel of a grid with a placement, of all its counts, before sequences are cut; if there is one."""
     shards = pins.get("shards", (1,))
     ways = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
     ways = [way for way in ways if len(way) in (1, len(placement))]
     least = tuple(
         0 if {"schedule", "microbatches"} <= pins.keys() else FAMILIES[n].least_units(grid.lanes) for n in names
     )
-    units = len(pins.get("slices", (1,)))
     counts = grid.counts
-    if any(count[0] * units < min(least) for count in counts):
-        counts = tuple(count for count in counts if count[0] * units >= min(least))
     if not ways or not counts:
         return None
     many = len(counts[0][1]) > 1
@@ -82,10 +94,47 @@ def _panel(
         shards=shards,
         sharding=_sharding(shards, pins),
         cuts=pins.get("cuts", ()),
-        slices=pins.get("slices", ()),
         fleet=cutter.fleet if cutter is not None else None,
         runs=grid.runs,
     )
+
+
+def _whole(panel: Panel, pins: Mapping[str, Any]) -> Panel | None:
+    """The candidates of a panel that do not cut sequences, in families that are searched without slices."""
+    if pins.get("slices", 1) != 1:
+        return None
+    kept = [at for at, name in enumerate(panel.names) if "schedule" in pins or FAMILIES[name].searched]
+    if len(kept) < len(panel.names):
+        names, least = [panel.names[at] for at in kept], [panel.least[at] for at in kept]
+        panel = replace(panel, names=tuple(names), least=tuple(least))
+    return _with(panel, [(count, ()) for count in panel.counts]) if kept else None
+
+
+def _sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None) -> Panel | None:
+    """The candidates of a panel that cut sequences: every count with each slicing that is worth trying. Rows that are
+    divided unevenly, and pipelines of one lane, are cut where the user says so."""
+    wanted = pins.get("slices")
+    if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
+        return None
+    cut: list[tuple[Count, tuple[int, ...]]] = []
+    for which, count in enumerate(panel.counts):
+        if isinstance(wanted, tuple) or slicer is None:
+            cut.append((count, wanted if isinstance(wanted, tuple) else uniform(job.sequence, wanted or 1)))
+        elif wanted is not None or max(count[1]) == 1:
+            stage = slicer.stage_of(panel, which)
+            cut += [(count, slices) for slices in slicer.slicings(stage, panel.lanes, panel.turns, count[0])]
+    return _with(panel, cut)
+
+
+def _with(panel: Panel, cut: Sequence[tuple[Count, tuple[int, ...]]]) -> Panel | None:
+    """The panel with these counts and slicings, as far as there are units enough for one of its schedules."""
+    able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(panel.least)]
+    if not able:
+        return None
+    if len(able) == len(panel.counts) and not able[0][1]:
+        return panel
+    slices = tuple(slices for _, slices in able) if able[0][1] else ()
+    return replace(panel, counts=tuple(count for count, _ in able), slices=slices)
 
 
 def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,13 +254,11 @@ def _sizes(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) -> Iter
 
 
 def _schedules(lanes: int, layers: int, pins: Mapping[str, Any]) -> dict[tuple[tuple[int, ...], bool], list[str]]:
-    """The schedules for this many lanes, by placement and by whether every backward is fused. A single lane runs all
-    plain schedules alike as far as time goes, and 1F1B with the least memory."""
-    sliced = len(pins.get("slices", ())) > 1
-    tried = [
-        name for name, made in sorted(FAMILIES.items()) if (made.searched_with_slices if sliced else made.searched)
-    ]
-    names = tried if lanes > 1 else ["1f1b"]
+    """The schedules for this many lanes, by placement and by whether every backward is fused; those that are searched
+    with slices only among them. A single lane runs all plain schedules alike as far as time goes, and 1F1B with the
+    least memory."""
+    searched = [name for name in sorted(FAMILIES) if FAMILIES[name].searched_with_slices]
+    names = searched if lanes > 1 else ["1f1b"]
     stages = pins.get("stages", len(pins["cuts"]) + 1 if "cuts" in pins else None)
     found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for name in [pins["schedule"]] if "schedule" in pins else names:
@@ -299,7 +346,8 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
     shards = pins.get("shards", (1,))
-    check_cut(pins.get("slices", ()), job.sequence, shards, _sharding(shards, pins), "--fix slices")
+    given = pins.get("slices", ())
+    check_cut(given if isinstance(given, tuple) else (), job.sequence, shards, _sharding(shards, pins), "--fix slices")
     if next(space(job, layers, devices, 1, pins), None) is None:
         used = pins.get("devices")
         raise PlanError(

@@ -47,7 +47,7 @@ def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) 
     layout = best.decisions
     if layout.lanes == 1:
         return Curve(best)
-    many = 3 * layout.stage_count * layout.microbatches > MANY
+    many = 3 * layout.stage_count * layout.units > MANY
     found = list(_families(bench, job, pins, layout, many))
     own = best if layout.schedule == FIT else None
     fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), own, _limits(best))
@@ -96,7 +96,7 @@ def _families(
         ways = [layout.recompute]
     for name in sorted({*FAMILIES} - {FIT, "gpipe"}):
         placement = FAMILIES[name].placement(layout.lanes)
-        if len(placement) > layers or layout.microbatches < FAMILIES[name].least_units(layout.lanes):
+        if len(placement) > layers or layout.units < FAMILIES[name].least_units(layout.lanes):
             continue
         if "placement" in pins and placement != layout.lane_of_stage:
             continue
@@ -130,7 +130,7 @@ def _fitted(
 ) -> list[Evaluated]:
     """Orders fitted to each of these parts of the lanes' limits, rising; `own` is known already."""
     ways = choices(pins, replace(layout, recompute=layout.recompute if len(layout.recompute) == 1 else ("none",)))
-    if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.microbatches > CHOOSING:
+    if len(layout.recompute) == 1 and 3 * layout.stage_count * layout.units > CHOOSING:
         ways = [layout.recompute]
     tables = tables_of(bench, job, layout, ways)
     found = [] if own is None else [own]

@@ -1,0 +1,115 @@
+"""What every layer takes slice by slice: times without memory, for cutting sequences and for bounds of sliced
+candidates. A slice of a layer is worked out once, whatever the candidates that ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.memory import Precision
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import LayerCosts, Place, layer_seconds
+from pipefit.cost.table import shard_rings, slice_places
+from pipefit.cost.types import Array
+from pipefit.cost.work import StageWork
+from pipefit.layout import split
+
+COLLECTIVES = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRow:
+    """Every slice of every layer, on the slowest device of a group: seconds [slice, layer]."""
+
+    forward_s: Array
+    backward_s: Array
+    "Fused or in two parts, whichever is faster."
+
+    @property
+    def first_share(self) -> float:
+        """The least part of a layer's time that its first slice takes; layers that take none are left out."""
+        times = self.forward_s + self.backward_s
+        whole = times.sum(axis=0)
+        return float((times[0, whole > 0] / whole[whole > 0]).min(initial=1.0))
+
+
+class SliceRows:
+    """The slice rows of one network under one source of costs."""
+
+    def __init__(self, network: Network, layers: LayerCosts) -> None:
+        self.network, self.layers = network, layers
+        self._known: dict[object, tuple[Array, Array]] = {}
+        self._rows: dict[object, SliceRow] = {}
+        self._places: dict[int, tuple[StageWork, list[tuple[int, int, int]]]] = {}
+        "By the identity of a stage, which it keeps alive."
+
+    def row(self, stage: StageWork, slices: tuple[int, ...], precision: Precision) -> SliceRow:
+        """Of all layers of a stage, cut into these slices. Equal questions come with the same stage."""
+        key = (id(stage), slices, precision)
+        if key not in self._rows:
+            places = enumerate(slice_places(slices))
+            each = [self.slice(stage, tokens, past, precision, earlier) for earlier, (tokens, past) in places]
+            forward, backward = (np.stack(column) for column in zip(*each, strict=True))
+            self._rows[key] = SliceRow(forward, backward)
+        return self._rows[key]
+
+    def slice(
+        self, stage: StageWork, tokens: int, past: int, precision: Precision, earlier: int | None = None
+    ) -> tuple[Array, Array]:
+        """(forward, backward) seconds of every layer for `tokens` tokens behind `past` others, which came in `earlier`
+        slices (None: as many as have this length)."""
+        key = (id(stage), tokens, past, precision, earlier)
+        if key not in self._known:
+            if id(stage) not in self._places:
+                self._places[id(stage)] = (stage, _places(stage, self.network))
+            by_place = [
+                self._layers(stage, place, tokens, past, precision, earlier) for place in self._places[id(stage)][1]
+            ]
+            forward, backward = np.max(by_place, axis=0)
+            self._known[key] = forward, backward
+        return self._known[key]
+
+    def _layers(
+        self,
+        stage: StageWork,
+        at: tuple[int, int, int],
+        tokens: int,
+        past: int,
+        precision: Precision,
+        earlier: int | None,
+    ) -> Array:
+        """[forward or backward, layer]."""
+        device, rows, position = at
+        shards = stage.group.axis("shard")
+        start, stop = split(tokens, shards.shares)[position]
+        place, kind = Place(rows, tokens, past, stop - start, earlier), self.network.kinds[device]
+        rings = shard_rings(stage) if shards.size > 1 else None
+        collective = _collective(self.network, rings) if rings else None
+        known: dict[int, tuple[float, float]] = {}
+        found = []
+        for graphs in stage.layers:
+            graph = graphs[min(position, len(graphs) - 1)]
+            if id(graph) not in known:
+                times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, rings)
+                known[id(graph)] = times.forward_s, times.least_backward_s
+            found.append(known[id(graph)])
+        return np.array(found).T
+
+
+def _places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
+    """(device, rows, shard position), one for each combination of kind, rows and program."""
+    shards = stage.group.axis("shard")
+    found: dict[object, tuple[int, int, int]] = {}
+    for index, device in enumerate(stage.group.devices):
+        replica, position = divmod(index, shards.size)
+        place = stage.rows[replica], 0 if shards.is_even else position
+        found.setdefault((network.kinds[device].name, *place), (device, *place))
+    return list(found.values())
+
+
+def _collective(network: Network, rings: Sequence[Sequence[int]]) -> Callable[[str, float], float]:
+    return lambda kind, total_bytes: COLLECTIVES[kind](network, rings, total_bytes)
