@@ -106,7 +106,7 @@ def test_two_devices():
     words = {word for case in todo for text in case[-1] for word in text.split()}
     forms = {form for word in words if ">" in word for form in word.rpartition(":")[2].split(">")}
     assert {"I", "P", "G0", "G1", "G2"} <= forms
-    assert {"d0", "d1", "heads", "in", "out", "+1"} <= words
+    assert {"d0", "d1", "heads", "in", "out", "vocabulary", "+1"} <= words
     assert run_processes(check_recipes, 2, todo) == [20, 20]
 
 

@@ -73,12 +73,15 @@ def cut(value, labels, label, units, run):
     return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size).contiguous()
 
 
-def execute(case, operator, labelled, values, shape, place, position=0, whole=None):
-    """(leaves, result) of the operator on one device's operands; `place` is its cut of the result, if it has one.
+def execute(case, operator, labelled, values, shape, place, position=0, whole=None, addend=None):
+    """(leaves, result) of the operator on one device's operands; `place` is its cut of the result, if it has one, and
+    `addend` that of an operand where the result is a partial sum.
     `whole` are everyone's operands: positions come from the feed, which has all of them."""
     attributes = operator.attributes
     if labelled.local is not None and place is not None:
         attributes = labelled.local(attributes, shape, place)
+    if labelled.addend is not None and addend is not None:
+        attributes = labelled.addend(attributes, addend)
     graph = case.graph()
     tensors = (dataclasses.replace(graph.tensors[0], shape=tuple(shape)),)
     graph = dataclasses.replace(graph, tensors=tensors)
@@ -149,7 +152,8 @@ def test_parts_make_the_whole(case, label):
             total = numbers(shape)[dim]
             shape = [*shape[:dim], back.shape[dim], *shape[dim + 1 :]]
             place = Cut(dim, run[0] * total // units if outputs[0][dim] not in ("B", "T") else -1, total)
-        leaves, result = execute(case, operator, labelled, local, shape, place, position, values)
+        addend = first_cut(case, labelled, label, units, run) if partial else None
+        leaves, result = execute(case, operator, labelled, local, shape, place, position, values, addend)
         result.backward(back)
         results.append(result.detach())
         for name, labels in zip(case.inputs, labelled.inputs, strict=True):
@@ -162,6 +166,16 @@ def test_parts_make_the_whole(case, label):
     assert torch.allclose(together, whole, rtol=1e-12, atol=1e-13)
     for name, total in gradients.items():
         assert torch.allclose(total, gradient(whole_leaves[name]), rtol=1e-11, atol=1e-12), name
+
+
+def first_cut(case, labelled, label, units, run):
+    """Where a device's part of the first split operand lies."""
+    for shape, labels in zip(case.inputs.values(), labelled.inputs, strict=True):
+        if labels and label in labels:
+            dim = labels.index(label)
+            total = numbers(shape)[dim]
+            return Cut(dim, run[0] * total // units, total)
+    raise AssertionError(label)
 
 
 def sums():

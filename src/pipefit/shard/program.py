@@ -126,7 +126,7 @@ class Program:
         for name, source, labels in zip(results, operator.outputs, labelled.outputs, strict=True):
             self.shapes[name], self.dtypes[name] = self.shapes[source], self.dtypes[source]
             self.held[name] = Held(PARTIAL) if partial or choice.linear >= 0 else self._wanted(name, labels, choice)
-        self._write(operator, inputs, results, labelled)
+        self._write(operator, inputs, results, labelled, partial)
         if settles:
             self._settle(operator, late, choice.settle)
 
@@ -275,14 +275,24 @@ class Program:
             )
             tensors[-1] = Tensor(name=new, shape=tensors[-1].shape, dtype=tensors[-1].dtype)
 
-    def _write(self, operator: Operator, inputs: tuple[str, ...], outputs: tuple[str, ...], labelled: Labelled) -> None:
+    def _write(
+        self,
+        operator: Operator,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        labelled: Labelled,
+        partial: bool,
+    ) -> None:
         held = self.held[outputs[0]]
+        split_inputs = [name for name in inputs if name and self.held[name].form.kind == "G"]
         for position in range(len(self.shares)):
             attributes = operator.attributes
             if labelled.local is not None and held.form.kind == "G":
                 attributes = labelled.local(
                     attributes, self.local_shape(outputs[0], position), self._cut(outputs[0], position)
                 )
+            if labelled.addend is not None and partial:
+                attributes = labelled.addend(attributes, self._cut(split_inputs[0], position))
             self._append(
                 position,
                 Operator(

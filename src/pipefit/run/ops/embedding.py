@@ -1,7 +1,8 @@
-"""embedding(indices, weight): rows of a table. The gradient is added into the table's buffer row by row.
+"""embedding(indices, weight) {first}: rows of a table. The gradient is added into the table's buffer row by row.
 
 Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer; it can wait
-for W as that of a linear layer does.
+for W as that of a linear layer does. `first` is written by a shard program that splits the table: this device holds its
+rows from there on, and gives zeros for the others.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ def accumulate_rows(weight: Any, indices: torch.Tensor, dy: torch.Tensor) -> Non
 
 def build(operator: Operator, context: Context) -> Step:
     layer, apply = context.layer, _Embedding.apply
+    first = operator.attributes.get("first")
 
     def embedding(record: Record, indices: torch.Tensor, weight: Any) -> Any:
         return apply(indices, weight, record, layer)
 
-    return Step(embedding, wants_record=True)
+    def own_part(record: Record, indices: torch.Tensor, weight: Any) -> Any:
+        own = (indices >= first) & (indices < first + weight.shape[0])
+        found = apply(torch.where(own, indices - first, 0), weight, record, layer)
+        return found * own.unsqueeze(-1)  # in the backward, too: nothing is added for rows of others
+
+    return Step(embedding if first is None else own_part, wants_record=True)
 
 
 BUILDERS = {"embedding": build}

@@ -25,7 +25,7 @@ Labels = tuple[str | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where one device's part of output 0 lies: along which dimension, from which index, of how many.
+    """Where one device's part of a value lies: along which dimension, from which index, of how many.
 
     `start` is -1 for tokens and rows, whose number is only known at run time.
     """
@@ -49,6 +49,8 @@ class Labelled:
     "Sets of inputs in which the output is linear together: partial sums in all of a set, the rest whole, give a P."
     local: Callable[[Mapping[str, Any], Shape, Cut], Mapping[str, Any]] | None = None
     "(attributes, local shape of output 0, its cut) -> attributes on one device, where they name sizes or places."
+    addend: Callable[[Mapping[str, Any], Cut], Mapping[str, Any]] | None = None
+    "The same where the output is a partial sum: (attributes, cut of the first input that is split)."
 
 
 Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], Labelled]

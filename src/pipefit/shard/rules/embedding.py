@@ -1,14 +1,25 @@
-"""embedding: by rows or tokens, or by features (table G1). By vocabulary comes with the search."""
+"""embedding: by rows or tokens, by features (table G1), or by vocabulary (table G0): then every device looks up the
+tokens of its own part and adds nothing for the others."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import Cut, Labelled
 
 
 def embedding(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     front = tuple(f"d{i}" for i in range(len(outputs[0]) - 1))
-    return Labelled(inputs=(front, (None, "features")), outputs=((*front, "features"),), units={})
+    return Labelled(
+        inputs=(front, ("vocabulary", "features")), outputs=((*front, "features"),), units={}, addend=own_rows
+    )
+
+
+def own_rows(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+    """The attribute `first`: the index of the table's first row that this device holds."""
+    return {**attributes, "first": cut.start}
 
 
 RULES = {"embedding": embedding}
