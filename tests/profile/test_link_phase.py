@@ -160,3 +160,21 @@ def test_a_host_that_disappears_at_any_moment_is_named(
     assert "no answer for 60 s" in str(caught.value) and str(partial_path(output)) in str(caught.value)
     kept = load_partial(partial_path(output))
     assert kept.lost == {"3": "no answer for 60 s"}
+
+
+def test_an_uplink_for_most_of_a_racks_hosts_is_found_and_rounds_stay_wide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only where all four hosts of the rack send are they slower: in few rounds of pairs, and by no two alone."""
+    network = Contended(16, noise=0.02)
+    network.rack = [1 if h >= 12 else 2 + h for h in range(16)]
+    network.up = network.down = [1e12, 0.7 * 4e9, *[1e12] * 16]
+    cluster, _ = profile(monkeypatch, network, tmp_path / "c.json", link_rounds=2)
+    assert cluster.measured is not None
+    curve = cluster.measured.rails["network"]
+    assert curve.sharing is not None and curve.method is not None
+    ((hosts, up, down),) = [(one.hosts, one.up_bytes_per_s, one.down_bytes_per_s) for one in curve.sharing.uplinks]
+    assert hosts == ("host12", "host13", "host14", "host15")
+    assert up == pytest.approx(2.8e9, rel=0.1) and down == pytest.approx(2.8e9, rel=0.1)
+    assert curve.method.rounds < 60, "not one pair at a time, which takes 120"
+    assert bandwidth_errors(cluster, network).mean() < 0.02

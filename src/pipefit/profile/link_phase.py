@@ -160,9 +160,14 @@ class BetweenHosts:
         that suffices; else one pair of every sixteen hosts."""
         alone = Way(max(1, len(self.ranks) // SMALL))
         if len(self.ranks) <= SMALL:
+            slow = [pair for pair, slower in found.slowdown.items() if slower > SLOWER]
             classes = racks(self.ranks, found, self.shared_bytes, self._unless_lost)
+            explained = all(_crosses(pair, classes) for pair in slow)
+            if not explained:
+                wide = flooded(self.ranks, found.alone, self.shared_bytes, self._unless_lost)
+                explained = bool(wide) and all(_crosses(pair, wide) for pair in slow)
+                classes = wide if explained else classes
             alone = replace(alone, classes=classes)
-            explained = all(_crosses(pair, classes) for pair, slower in found.slowdown.items() if slower > SLOWER)
         else:
             classes = self._classes()
             explained = bool(classes)
