@@ -17,7 +17,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, saved_bytes
 from pipefit.model.ops.passing import Passing, passing_bytes
-from pipefit.model.ops.saved import kept
+from pipefit.model.ops.saved import kept, owed_bytes
 from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
 
 Recompute = Literal["none", "selective", "full"]
@@ -38,6 +38,13 @@ class Place(NamedTuple):
     "Slices that the past came in; None: as many as it has slices of this length."
     own_rows: int = 0
     "Symbol R: this device's part of the rows where a shard program splits them."
+    later: int = 0
+    "Tokens of later slices."
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the microbatch comes in several slices, of which this is one."""
+        return self.past + self.later > 0
 
     @property
     def chunks(self) -> int:
@@ -74,6 +81,10 @@ class LayerCost:
     "The worst moments of its actions; None: what only passes is not counted."
     fused_s: float | None = None
     "A fused backward, where it was measured by itself; None: it takes the time of both parts."
+    owed_before: float = 0.0
+    "What slices owe to keys and values (of this slice and earlier ones) when its backward begins."
+    owed_behind: float = 0.0
+    "The same when its backward ends: to earlier ones."
 
     @property
     def backward_s(self) -> float:
@@ -227,14 +238,16 @@ def _layer(
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    saved = saved_bytes(graph, symbols, width, recompute)
+    saved = saved_bytes(graph, symbols, width, recompute, place.sliced)
     return LayerCost(
         forward_s=times.forward_s,
         input_s=times.input_s,
         weight_s=times.weight_s,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
-        passing=passing_bytes(graph, symbols, width, recompute, widens),
+        passing=passing_bytes(graph, symbols, width, recompute, widens, place.sliced),
+        owed_before=owed_bytes(graph, {**symbols, "T": place.past + place.tokens}, width) if place.later else 0.0,
+        owed_behind=owed_bytes(graph, {**symbols, "T": place.past}, width) if place.past else 0.0,
     )
 
 

@@ -2,7 +2,8 @@
 
 While one layer runs forward, the layers before it hold what they keep; while one runs backward, the layers before it
 still do, and the layers behind it hold what their pending weight gradients need. The gradient that a stage is given
-lives as long as the action that uses it.
+lives as long as the action that uses it. With slices, the layers before a running backward hold what later slices owe
+to keys and values; those behind it, what is still owed to earlier slices.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
     given = {"B": last.output, "I": 0 if last.holds_output_gradient else last.output}
     most = {"F": 0.0, "I": 0.0, "W": 0.0, "B": 0.0}
     before, behind = float(tables), pending
+    owed = sum(layer.owed_behind for layer in layers)
     for place, layer in enumerate(layers):
         worst = layer.passing
         assert worst is not None, "all layers of a stage are costed alike"
@@ -44,9 +46,10 @@ def stage_memory(layers: Sequence[LayerCost]) -> StageMemory:
         most["W"] = max(most["W"], pending - behind + worst.weight)
         end = place == len(layers) - 1
         most["F"] = max(most["F"], before + worst.forward + (taken if place else 0))
-        most["B"] = max(most["B"], before + (worst.fused_last if end else worst.fused + given["B"]))
+        owed += layer.owed_before - layer.owed_behind
+        most["B"] = max(most["B"], before + owed + (worst.fused_last if end else worst.fused + given["B"]))
         at_once = worst.input_gradient_last if end else worst.input_gradient + given["I"]
-        most["I"] = max(most["I"], before + behind + at_once)
+        most["I"] = max(most["I"], before + behind + owed + at_once)
         before += layer.saved_bytes
     held = {"F": before, "B": before, "I": max(before, pending), "W": pending}
     return StageMemory(before, pending, {kind: max(0.0, most[kind] - held[kind]) for kind in most})

@@ -220,7 +220,9 @@ def _costs_by_place(
         kind = network.kinds[device]
         shares = stage.group.axis("shard").shares
         own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, stage.rows[replica]))
-        place = Place(stage.rows[replica], tokens, past, own_tokens, earlier, own_rows)
+        place = Place(
+            stage.rows[replica], tokens, past, own_tokens, earlier, own_rows, sum(stage.slices) - past - tokens
+        )
         costs = [
             layers.layer(
                 graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings
@@ -301,6 +303,8 @@ def _worst(each: Sequence[LayerCost]) -> LayerCost:
         saved_bytes=max(cost.saved_bytes for cost in each),
         pending_bytes=max(cost.pending_bytes for cost in each),
         passing=fullest.passing,
+        owed_before=max(cost.owed_before for cost in each),
+        owed_behind=max(cost.owed_behind for cost in each),
     )
 
 

@@ -52,11 +52,16 @@ class Passing:
 
 
 def passing_bytes(
-    graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, widens: bool = False
+    graph: Graph,
+    symbols: Mapping[str, int],
+    compute_bytes: int,
+    recompute: Recompute,
+    widens: bool = False,
+    sliced: bool = False,
 ) -> Passing:
     """The worst moments of one layer for `symbols` B, T (and P, S). `widens`: on a device that makes the factors of
-    weight gradients as wide as their buffer first (`OperatorKind.widened_bytes`)."""
-    walk = _Walk(graph, symbols, compute_bytes, recompute, widens)
+    weight gradients as wide as their buffer first (`OperatorKind.widened_bytes`). `sliced`: see `saved_bytes`."""
+    walk = _Walk(graph, symbols, compute_bytes, recompute, widens, sliced)
     hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
     result = graph.outputs[0]
     loss = not graph.tensor(result).shape
@@ -117,12 +122,18 @@ class _Walk:
     """One graph under one choice of recomputation."""
 
     def __init__(
-        self, graph: Graph, symbols: Mapping[str, int], compute_bytes: int, recompute: Recompute, widens: bool
+        self,
+        graph: Graph,
+        symbols: Mapping[str, int],
+        compute_bytes: int,
+        recompute: Recompute,
+        widens: bool,
+        sliced: bool,
     ) -> None:
         self.graph, self.symbols, self.compute_bytes, self.widens = graph, symbols, compute_bytes, widens
         self.analysis = analysis_of(graph, compute_bytes)
         self.choice = effective_recompute(graph, recompute)
-        self.kept = kept(graph, recompute, compute_bytes)
+        self.kept = kept(graph, recompute, compute_bytes, sliced)
         self.calls: list[Call] = [call_of(graph, operator, symbols, compute_bytes) for operator in graph.operators]
         members = self.kept.again if self.choice == "selective" else ()
         self.items: list[int | Region] = arrange(graph, members) if members else list(range(len(graph.operators)))
@@ -143,7 +154,7 @@ class _Walk:
         heap = _Heap()
         saved = (set(self.kept.values), set(self.kept.statistics))
         if self.choice == "full":
-            saved = set(), set()
+            saved = {self.analysis.root[name] for name in self.kept.values}, set()
         self._forward(heap, *saved)
         return heap.peak
 
