@@ -252,7 +252,7 @@ def _rounds(budget: Budget) -> int:
     return max(1, budget.moves // ROUND_MOVES)
 
 
-ROUND_MOVES, ROUND_S = 500_000, 1.0
+ROUND_MOVES, ROUND_S = 250_000, 0.5
 """Moves of a round, and seconds where the budget counts those."""
 
 HOT, COLD = 0.04, 0.002
