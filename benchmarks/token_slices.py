@@ -1,11 +1,12 @@
 """The proof of token slices: TeraPipe's settings again, a paced lab, real arithmetic, and the peaks of schedules.
 
-    python benchmarks/token_slices.py [--quick] [--only replay|real|lab|peaks] [--json PATH]
+    python benchmarks/token_slices.py [--quick] [--only replay|peaks|head|real|lab] [--json PATH]
 
 - replay: the ten published settings in the simulator (`token_slices_replay.py`), predicted beside published;
 - real: two processes, two sequences, nothing emulated (`token_slices_real.py`);
 - lab: eight emulated devices, planned on what `pipefit profile` measures there (`token_slices_lab.py`; root, iproute2);
-- peaks: simulated peaks of schedules with slices against published formulas (`token_slices_peaks.py`).
+- peaks: simulated peaks of schedules with slices against published formulas (`token_slices_peaks.py`);
+- head: the measured peak of the last stage, whose logits are those of a slice (`token_slices_head.py`).
 
 The baseline is always the best schedule without slices, of GPipe, 1F1B and interleaved 1F1B, on the same layout, with
 one sequence a microbatch. `--only` measures one section again; the others stay in a result that stands. The exit code
@@ -27,8 +28,8 @@ from typing import Any
 from pipefit.errors import PipefitError
 from provenance import provenance, write_result
 
-SECTIONS = ("replay", "peaks", "real", "lab")
-QUICK = ("replay", "peaks", "real")
+SECTIONS = ("replay", "peaks", "head", "real", "lab")
+QUICK = ("replay", "peaks", "head", "real")
 """What `--quick` measures unasked: everything that needs no root."""
 
 
