@@ -21,6 +21,7 @@ from pipefit.plan.outcome import Evaluated
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.search import _Search, evaluate, search
 from pipefit.plan.slice_notes import slice_note
+from pipefit.plan.slice_search import sliced_again
 from pipefit.plan.sliced_bounds import sliced_bound_s, sliced_flights
 from pipefit.plan.slices import Slicer
 from pipefit.plan.space import panels, space
@@ -257,3 +258,18 @@ def test_the_best_plan_with_slices_that_lost_is_told() -> None:
     note = slice_note(bench, LONG, {}, turned)
     assert re.match(r"slices: not used: the best plan found with them, \d+ slices of [\d, .]+ tokens in 1 rep", note)
     assert "longer: " in note
+
+
+def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
+    """Never slower, in its memory, and what is fixed stays."""
+    bench = Workbench(toy_model(3), slow(3))
+    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "schedule": "1f1b", "zero1": False}
+    first = search(bench, LONG, pins)
+    again = sliced_again(bench, LONG, pins, first)
+    assert again.fitting[0].step_s < first.fitting[0].step_s and again.fitting[0].simulation.fits
+    assert again.fitting[0].decisions.slices != first.fitting[0].decisions.slices
+    assert sum(again.fitting[0].decisions.slices) == LONG.sequence and again.fitting[1:] == first.fitting
+    three = {**pins, "slices": 3}
+    assert len(sliced_again(bench, LONG, three, search(bench, LONG, three)).fitting[0].decisions.slices) == 3
+    given = search(bench, LONG, {**pins, "slices": (40960, 24576)})
+    assert sliced_again(bench, LONG, {**pins, "slices": (40960, 24576)}, given) is given

@@ -25,6 +25,7 @@ from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import order_problem
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE, Progress, evaluate, search, simulated
+from pipefit.plan.slice_search import sliced_again
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute
 from pipefit.plan.work import Parts, pipeline_work
@@ -71,7 +72,7 @@ def best_plans(
 ) -> Found:
     """What the search finds, and the fitted orders that beat it. With `schedule=fit` pinned, fitted orders alone."""
     first = search(bench, job, pins, top, progress)
-    found = _cut_again(bench, job, pins, first, min(layouts, REFINED))
+    found = sliced_again(bench, job, pins, _cut_again(bench, job, pins, first, min(layouts, REFINED)))
     pinned = pins.get("schedule") == FIT
     if pins.get("schedule", FIT) != FIT:
         return found
