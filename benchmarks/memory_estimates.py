@@ -9,10 +9,11 @@ assumed) and without that. Then limits are swept around what every plan needs: w
 fitted. At last some plans of 8 devices run for real, 8 processes over gloo, and the bytes of every rank are compared
 with those of the rank alone.
 
-    python benchmarks/memory_estimates.py [--quick] [--measured PATH] [--json PATH]
+    python benchmarks/memory_estimates.py [--quick] [--measured PATH [--slices]] [--json PATH]
 
 `--measured` takes the bytes from an earlier result of this benchmark, for which nothing is run again: only the model's
-part, plans and estimates, is made anew.
+part, plans and estimates, is made anew. With `--slices` plans with slices are run again all the same: those whose
+runtime has changed since.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="8 plans to learn from, 4 to judge, no processes")
     parser.add_argument("--measured", help="an earlier result, whose measured bytes are used again")
+    parser.add_argument("--slices", action="store_true", help="with --measured: but run plans with slices again")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -89,7 +91,7 @@ def main() -> int:
     source = None
     if arguments.measured:
         before = json.loads(Path(arguments.measured).read_text(encoding="utf-8"))
-        learned, judged = (again(before[name]) for name in ("learned", "judged"))
+        learned, judged = (again(before[name], arguments.slices) for name in ("learned", "judged"))
         real, source = before["real"], before.get("measured") or before["provenance"]
     else:
         learned = [run for devices, count in sizes["learned"].items() for run in measure(devices, count, 2)]
@@ -97,6 +99,7 @@ def main() -> int:
         real = [] if arguments.quick else compare_with_processes()
     result = {**judge(learned, judged), "real": real, "limits": LIMITS, "risk": RISK, "provenance": provenance()}
     result["measured"] = source
+    result["measured again"] = [run["plan"] for run in (*learned, *judged) if run.pop("anew", False)]
     print_table(result)
     write_result(arguments.json, result)
     figures = result["figures"]["corrected"]
@@ -171,18 +174,27 @@ def measure(devices: int, count: int, ranks: int) -> list[dict[str, Any]]:
     return runs
 
 
-def again(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same plans, ranks and measured bytes, with the parts that the model gives them now."""
+def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, Any]]:
+    """The same plans, ranks and measured bytes, with the parts that the model gives them now. With `slices` the bytes
+    of plans with slices are measured anew."""
+    import torch
+
     from pipefit.plan.risk import peak_parts
+    from pipefit.run.verify import measure_rank
     from pipefit.run.verify_record import configuration
     from pipefit.run.worker import lane_of
 
     result = []
     for run in runs:
-        plan, _, simulation = plan_of(Case(**run["case"]))
-        assert configuration(plan) == run["plan"], "the case gives another plan than the one that was measured"
+        plan, model, simulation = plan_of(Case(**run["case"]))
         parts = peak_parts(simulation)[lane_of(plan, plan.devices[run["rank"]])]
-        result.append({name: run[name] for name in ("case", "plan", "rank", "bytes")} | {"parts": parts})
+        kept = {name: run[name] for name in ("case", "plan", "rank", "bytes")}
+        if slices and run["case"]["slices"] > 1:
+            peak = measure_rank(plan, model, run["rank"], torch.device("cpu"), 1).peak
+            gc.collect()
+            kept |= {"plan": configuration(plan), "bytes": peak, "anew": True}
+        assert configuration(plan) == kept["plan"], "the case gives another plan than the one that was measured"
+        result.append(kept | {"parts": parts})
     return result
 
 

@@ -31,7 +31,7 @@ RIDGE = {name: 1e-5 if name == "workspace" else 1e-2 for name in PARTS}
 """How strongly a coefficient is drawn to 1: as by this many runs that consist of its part alone. For errors of 1 % that
 is a belief that coefficients are within 10 % of 1; next to nothing is believed of the constant, which is a guess."""
 
-LEAST_SPREAD = 0.002
+LEAST_SPREAD = 0.003
 """Relative errors are never believed to be smaller: allocators round sizes up, kernels change with versions."""
 
 LEAST_CONFIGURATIONS = 6

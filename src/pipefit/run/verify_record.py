@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 
 from pipefit.cluster.types import Cluster
-from pipefit.codec import digest
+from pipefit.codec import digest, to_data
 from pipefit.cost.memory_correction import MemoryRun
 from pipefit.cost.network import Network
 from pipefit.errors import RunError
@@ -70,9 +70,12 @@ def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device:
 
 def configuration(plan: Plan) -> str:
     """The same for plans that run the same: whatever was predicted of them, and whatever they are called."""
+    job = to_data(plan.job)
+    if plan.job.documents == "joined":
+        del job["documents"]  # as all plans were that were recorded before there was a choice
     return digest(
         {
-            "job": plan.job,
+            "job": job,
             "model": plan.model.config,
             "groups": plan.groups,
             "stages": plan.stages,

@@ -67,6 +67,10 @@ PLACES = 8
 TAKE, START, STOP, GIVE = 1, 2, 6, 7
 """The order of the events of one action at one time: it takes its inputs over, starts, stops, hands on."""
 
+REDUCING = 3.5
+"""Hidden states that the last backward of a stage has alive when its reduction begins: of its first layer the input,
+the output where that is made again, and its gradient; and the tables of the positions."""
+
 COMPUTE, RECEIVED, SENT = range(3)
 """What an event is about: what actions hold and need, receive buffers, what is handed on until it has left."""
 
@@ -144,12 +148,17 @@ def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: T
 
 
 def _add_reductions(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
-    """What the reduction of a stage holds from its last backward until the end."""
+    """What the reduction of a stage holds from its last backward until the end; when it begins, that backward has not
+    let go of its last tensors yet."""
     for stage in np.flatnonzero(np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.stages)):
         own = np.flatnonzero((graph.stage == stage) & ((graph.kind == B) | (graph.kind == W)))
         last = own[[int(graph.row[own].argmax())]]
         size = np.broadcast_to(costs.reduce_copy_bytes, graph.schedule.stages)[stage]
-        events.add(graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, size), SENT)
+        near = [edge for edge in costs.edges if stage in (edge.source, edge.target)]
+        ends = [edge.forward_bytes if edge.target == stage else edge.forward_sent_bytes for edge in near]
+        hidden = max((float(each.max()) for each in ends), default=0.0)
+        for change in (size, REDUCING * hidden, -REDUCING * hidden):
+            events.add(graph.lane[last], times.stop_s[last], PLACES * graph.row[last] + GIVE, np.full(1, change), SENT)
 
 
 def _index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
