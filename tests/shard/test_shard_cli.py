@@ -107,3 +107,20 @@ def test_what_does_not_fit_is_told(pipefit, files):
     code, _, err = pipefit("shard", *files, "--devices", "0,8", "--batch", "1000000", "--seq", "4096")
     assert code == 2
     assert "No program of these layers fits" in err and "A100-40 34.3 GiB, V100 13.7 GiB" in err
+
+
+def test_a_plan_with_searched_programs_beats_the_fixed_one(pipefit, files, tmp_path):
+    """The plan carries its recipes, can be simulated from its file, and is faster than Megatron's on these devices."""
+    steps = {}
+    for sharding in ("searched", "megatron"):
+        path = str(tmp_path / f"{sharding}.json")
+        fixed = ("shards=2:1", "replicas=1", "stages=2", "microbatches=4", "schedule=1f1b", f"sharding={sharding}")
+        fixes = [word for fix in fixed for word in ("--fix", fix)]
+        code, _, err = pipefit("plan", *files, "--batch", "64", "--seq", "32", *fixes, "-o", path)
+        assert code == 0, err
+        code, _, _ = pipefit("simulate", path)
+        assert code == 0
+        plan = json.loads(Path(path).read_text())
+        assert len(plan["recipes"]) == (4 if sharding == "searched" else 0)
+        steps[sharding] = plan["prediction"]["step_s"]
+    assert steps["searched"] < steps["megatron"]
