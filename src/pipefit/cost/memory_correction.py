@@ -31,13 +31,13 @@ RIDGE = {name: 1e-5 if name == "workspace" else 1e-2 for name in PARTS}
 """How strongly a coefficient is drawn to 1: as by this many runs that consist of its part alone. For errors of 1 % that
 is a belief that coefficients are within 10 % of 1; next to nothing is believed of the constant, which is a guess."""
 
-LEAST_SPREAD = 0.003
+LEAST_SPREAD = 0.0025
 """Relative errors are never believed to be smaller: allocators round sizes up, kernels change with versions."""
 
 LEAST_CONFIGURATIONS = 6
 """Fewer do not say how wrong the next one may be."""
 
-STATED = 0.001
+STATED = 1e-6
 """The margin that is stated beside an estimate is exceeded with this probability."""
 
 Floats = NDArray[np.float64]
