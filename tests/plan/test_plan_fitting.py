@@ -129,7 +129,7 @@ def test_other_pins_leave_families_as_they_are() -> None:
 
 @pytest.mark.slow
 def test_a_large_model_gains_where_memory_is_tight() -> None:
-    """8B on four 80 GB devices, sequences of 8,192: some stages recompute, in an order of its own."""
+    """8B on four 80 GB devices, uncut sequences of 8,192: an order of its own is faster than every family."""
     pytest.importorskip("torch")
     from pipefit.model.registry import open_model
 
@@ -137,5 +137,5 @@ def test_a_large_model_gains_where_memory_is_tight() -> None:
     job = Job(batch=32, sequence=8192, precision="bfloat16")
     found = best_plans(room, job, {"slices": 1})
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]
-    assert found.fitting[0].decisions.schedule == "fit" and len({*found.fitting[0].decisions.recompute}) > 1
+    assert found.fitting[0].decisions.schedule == "fit"
     assert found.fitting[0].step_s < 0.98 * families[0].step_s
