@@ -76,6 +76,26 @@ def test_free_attention_gives_uniform_slices() -> None:
     assert cuts.equal_cost(64, 4, causal(0.0, 64)) == cuts.uniform(64, 4) == (16, 16, 16, 16)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    length=st.integers(64, 1024),
+    slices=st.integers(2, 24),
+    flat=st.floats(0.0, 512.0),
+    per_past=st.floats(0.0, 1.0),
+)
+def test_slices_are_no_worse_than_even_ones_where_short_ones_cost_as_much_as_long_ones(
+    length: int, slices: int, flat: float, per_past: float
+) -> None:
+    def time_of(tokens: Counts, past: Counts) -> Seconds:
+        return np.asarray(np.maximum(flat, tokens) + per_past * past)
+
+    found = cuts.equal_cost(length, slices, time_of)
+    assert (len(found), sum(found)) == (slices, length)
+    assert min(found) > 0
+    even = cuts.slice_times(cuts.uniform(length, slices), time_of).max()
+    assert cuts.slice_times(found, time_of).max() <= even * (1 + 1e-9)
+
+
 def test_what_is_left_lengthens_the_last_slice() -> None:
     assert cuts.uniform(1037, 3, cuts.grain(64, 6)) == (384, 384, 269)
     assert cuts.equal_cost(21, 2, causal(0.0, 21), 10) == (10, 11)

@@ -83,7 +83,9 @@ def equal_cost(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> 
     as far as `multiple` allows.
 
     The bound is found by bisection: with a bound, slices that are as long as it allows reach furthest. Between the
-    boundaries reached so from the start and from the end, the slack is shared out evenly. Raises PlanError where the
+    boundaries reached so from the start and from the end, the slack is shared out evenly. That needs a slice to cost no
+    less than one that begins later and ends where it does; where short slices hardly cost less than long ones, a long
+    past can make it otherwise, and then the result is only no worse than even slices. Raises PlanError where the
     sequence is too short for that many slices.
     """
     return Cutter(length, time_of, multiple).equal_cost(slices)
@@ -114,27 +116,40 @@ class Cutter:
     def equal_cost(self, slices: int) -> tuple[int, ...]:
         """See the function of this name."""
         _require(self.length, slices, self.multiple)
-        bound_s = self._least_bound(slices)
-        furthest, earliest = self._furthest(bound_s, slices), self._earliest(bound_s, slices)
+        bound_s, furthest = self._least_bound(slices)
+        stops = self._shared_out(furthest, bound_s, slices)
+        if not self._within(stops, bound_s):
+            stops = furthest
+        return tuple(int(size) for size in np.diff(self.places[stops]))
+
+    def _shared_out(self, furthest: Sequence[int], bound_s: float, slices: int) -> list[int]:
+        """Boundaries between the furthest and the earliest ones."""
+        earliest = self._earliest(bound_s, slices)
         stops = [0]
         for i in range(1, slices):
             even = furthest[i] - (furthest[i] - earliest[i]) * i / slices
             wanted = max(round(even), earliest[i], stops[-1] + 1)
             stops.append(min(wanted, self._reach(stops[-1], bound_s, slices - i)))
-        return tuple(int(size) for size in np.diff(self.places[[*stops, self.cells]]))
+        return [*stops, self.cells]
 
-    def _least_bound(self, slices: int) -> float:
-        """The cost of the most expensive slice of the slicing where that is least."""
-        even = [-(-self.cells * i // slices) for i in range(slices + 1)]
-        low, high = 0.0, self._longest(even)
+    def _within(self, stops: Sequence[int], bound_s: float) -> bool:
+        rising = all(start < stop for start, stop in pairwise(stops))
+        return rising and self._longest(stops) <= bound_s * ROUNDING
+
+    def _least_bound(self, slices: int) -> tuple[float, list[int]]:
+        """The cost of the most expensive slice of the slicing where that is least, and its boundaries. Even slices are
+        kept where none is found that is cheaper."""
+        best = [-(-self.cells * i // slices) for i in range(slices + 1)]
+        low, high = 0.0, self._longest(best)
         while high - low > CLOSE * high:
             middle = (low + high) / 2
             stops = self._furthest(middle, slices)
             if stops[-1] == self.cells:
-                high = min(middle, self._longest(stops))
+                high, best = min(middle, self._longest(stops)), stops
             else:
                 low = middle
-        return high
+        within = self._furthest(high, slices)
+        return high, within if within[-1] == self.cells else best
 
     def _longest(self, stops: Sequence[int]) -> float:
         return max(float(self._row(start)[stop - start - 1]) for start, stop in pairwise(stops))
