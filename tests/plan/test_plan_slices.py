@@ -15,7 +15,7 @@ from pipefit.cost.types import Array, CostTable
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.plan.bounds import facts_of, table_bound_s
 from pipefit.plan.build import Workbench
-from pipefit.plan.explain import forecast
+from pipefit.plan.explain import alternative_table, forecast
 from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.pins import parse_pins
@@ -242,6 +242,23 @@ def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
     assert "3 of every sequence, of 24576, 20480, 20480 tokens, as fixed" in note_of(
         LONG, {"schedule": "1f1b", "stages": 3, "slices": (24576, 20480, 20480)}
     )
+
+
+def test_alternatives_are_told_apart_by_their_slices() -> None:
+    pins = {"slice_multiple": 4096, "zero1": False, "schedule": "1f1b", "stages": 3, "recompute": ("none",)}
+    plan = make_plan(toy_model(3), slow(3), LONG, pins, top=8)
+    table = alternative_table(plan)
+    place = table.columns.index("slices")
+    cells = [row[place] for row in table.rows]
+    asked = [plan.decisions, *(other.decisions for other in plan.alternatives)]
+    counts = [len(one.get("slices", "").split(",")) for one in asked]
+    assert "1" in cells and max(counts) > 4, "some are not cut, and some in many slices"
+    for cell, count, one in zip(cells, counts, asked, strict=True):
+        known = one.get("slices", "1")
+        first, last = known.split(",")[0], known.split(",")[-1]
+        assert cell == known if count <= 4 else re.fullmatch(rf"{count} \({first},\d+,...,{last}\)", cell), cell
+    whole = make_plan(toy_model(3), slow(3), LONG, {**pins, "slices": 1}, top=2)
+    assert "slices" not in alternative_table(whole).columns
 
 
 def test_a_plan_without_slices_says_why() -> None:

@@ -127,6 +127,17 @@ def test_decisions_and_why_the_others_lost_are_told(ran):
     assert f"at least {format_seconds(0.5)}" in words, "the one that does not fit has a bound, not a time"
 
 
+def test_slices_are_told_with_why():
+    plan, cluster = toy_plan(slices=(40, 24))
+    noted = replace(plan.prediction, assumptions=("slices: 2 of every sequence, as fixed", "links: measured"))
+    words = Page(report(make_subject(replace(plan, prediction=noted), toy_model(9), cluster))).words
+    assert "Microbatches 8 Slices 2" in words and "slices 40,24" in words
+    decisions = words[words.rindex("Decisions") :]
+    assert "Slices: 2 of every sequence, as fixed." in decisions and "Links: measured." not in words
+    whole, cluster = toy_plan()
+    assert "Microbatches 8 Schedule" in Page(report(make_subject(whole, toy_model(9), cluster))).words
+
+
 def test_what_files_say_cannot_become_markup(tmp_path):
     plan, cluster = toy_plan()
     evil = "</script><img src=x onerror=alert(1)><!--\u2028"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipefit.plan.types import Alternative, GroupPlan, MemoryRisk, Plan, Prediction, Sensitivity
@@ -10,6 +10,9 @@ from pipefit.units import format_bytes, format_flops, format_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """Parts of memory in the order they are shown."""
+
+SLICES_SHOWN = 4
+"""Slices of an alternative whose tokens are all told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ def forecast(plan: Plan) -> list[str]:
         f"predicted step {format_seconds(prediction.step_s)}, {prediction.tokens_per_s:,.0f} tokens/s, "
         f"{format_flops(rate)}/s a device",
         f"hangs on: {prediction.binds}",
-        *(note for note in prediction.assumptions if note.startswith(("placement: ", "slices: "))),
+        *headlines(prediction),
     ]
     if prediction.lower_bound_s:
         over = prediction.step_s / prediction.lower_bound_s - 1
@@ -53,6 +56,11 @@ def forecast(plan: Plan) -> list[str]:
     if prediction.sensitivity:
         lines.append("what more would give: " + "; ".join(_gain(one, prediction) for one in prediction.sensitivity))
     return lines
+
+
+def headlines(prediction: Prediction) -> list[str]:
+    """The notes that say what the search made of placement and slices, and why."""
+    return [note for note in prediction.assumptions if note.startswith(("placement: ", "slices: "))]
 
 
 def risk_line(prediction: Prediction) -> str:
@@ -139,8 +147,10 @@ def _corrected(memory: MemoryRisk | None) -> tuple[str, str, str]:
 
 
 def alternative_table(plan: Plan) -> TextTable:
-    """The runners-up, and why they lost or did not fit."""
-    keys = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
+    """The runners-up, and why they lost or did not fit. With their slices where any of them, or the plan, has some."""
+    keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
+    if any(one.get("slices") for one in (plan.decisions, *(other.decisions for other in plan.alternatives))):
+        keys = (*keys[:4], "slices", *keys[4:])
     winner = [_winner_row(plan, keys, plan.prediction)] if plan.prediction else []
     rows = [_alternative_row(one, keys) for one in plan.alternatives]
     return TextTable("alternatives", (*keys, "step", "memory", "why"), (*winner, *rows))
@@ -200,7 +210,7 @@ def _gain(one: Sensitivity, prediction: Prediction) -> str:
 def _winner_row(plan: Plan, keys: Sequence[str], prediction: Prediction) -> tuple[str, ...]:
     fullest = max(prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
     return (
-        *(plan.decisions.get(key, "") for key in keys),
+        *choices(plan.decisions, keys),
         format_seconds(prediction.step_s),
         _share(fullest.peak_bytes, fullest.limit_bytes),
         "chosen",
@@ -210,11 +220,21 @@ def _winner_row(plan: Plan, keys: Sequence[str], prediction: Prediction) -> tupl
 def _alternative_row(one: Alternative, keys: Sequence[str]) -> tuple[str, ...]:
     fits = one.peak_bytes <= one.limit_bytes
     return (
-        *(one.decisions.get(key, "") for key in keys),
+        *choices(one.decisions, keys),
         ("" if fits else ">= ") + format_seconds(one.step_s),
         _share(one.peak_bytes, one.limit_bytes),
         one.reason,
     )
+
+
+def choices(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
+    """Decisions as cells; of slices the tokens where they are few, else `16 (122,86,...,30)`."""
+    words = dict(decisions)
+    tokens = words.get("slices", "").split(",")
+    if len(tokens) > SLICES_SHOWN:
+        words["slices"] = f"{len(tokens)} ({tokens[0]},{tokens[1]},...,{tokens[-1]})"
+    words["slices"] = words.get("slices", "") or "1"
+    return [words.get(key, "") for key in keys]
 
 
 def _share(peak_bytes: float, limit_bytes: float) -> str:

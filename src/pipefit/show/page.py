@@ -115,6 +115,7 @@ def _head(subject: Subject) -> str:
         ("Stages", str(len(plan.stages))),
         ("Batch", f"{plan.job.batch} x {plan.job.sequence} tokens"),
         ("Microbatches", str(plan.order.microbatches)),
+        *([("Slices", str(len(plan.order.slices)))] if len(plan.order.slices) > 1 else []),
         ("Schedule", plan.order.name),
         ("Precision", plan.job.precision),
     ]

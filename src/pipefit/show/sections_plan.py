@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from pipefit import __version__
+from pipefit.plan.explain import choices, headlines
 from pipefit.plan.types import Alternative, Plan, Prediction
 from pipefit.show.figures import percent
 from pipefit.show.html import table, text
@@ -74,7 +75,8 @@ def decisions_section(plan: Plan, prediction: Prediction) -> str:
         if plan.alternatives
         else '<p class="note">The plan records no alternatives.</p>'
     )
-    return card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{others}')
+    why = "".join(f'<p class="note">{text(note[:1].upper() + note[1:])}.</p>' for note in headlines(prediction))
+    return card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{others}')
 
 
 def provenance_section(subject: Subject) -> str:
@@ -124,7 +126,7 @@ def _varied(chosen: Mapping[str, str], others: Sequence[Alternative]) -> list[st
 
 
 def _cells(decisions: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    return [text(decisions.get(name, "")) for name in names]
+    return [text(word) for word in choices(decisions, names)]
 
 
 def _figures(step_s: float, peak: float, limit: float) -> list[str]:
