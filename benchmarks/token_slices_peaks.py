@@ -72,6 +72,14 @@ FORMS = (
         holds=lambda p, v, s, m: v == 1 < s and m * s >= s + p - 1,
     ),
     Form(
+        title="eager slice-1F1B",
+        family="eager-1f1b",
+        source="arXiv 2211.05322 for s = 1",
+        peak=lambda p, v, s, m: (s + 2 * (p - 1)) / (s * p),
+        bubble=filling,
+        holds=lambda p, v, s, m: v == 1 and m * s >= s + 2 * (p - 1),
+    ),
+    Form(
         title="interleaved 1F1B",
         family="interleaved-1f1b",
         source="arXiv 2104.04473",

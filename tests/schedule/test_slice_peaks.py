@@ -41,6 +41,7 @@ def test_the_benchmark_finds_every_published_formula(tmp_path: Path) -> None:
             "all forwards first",
             "1F1B",
             "slice-1F1B",
+            "eager slice-1F1B",
             "interleaved 1F1B",
             "uniform-slice interleaved 1F1B",
             "SVPP",

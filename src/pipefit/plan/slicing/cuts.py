@@ -100,7 +100,8 @@ def _require(length: int, slices: int, multiple: int) -> None:
             where="slices",
             seen=slices,
             allowed=f"1 to {most_slices(length, multiple)}",
-            next_step="use fewer slices, or longer sequences",
+            next_step="use fewer slices, or longer sequences"
+            + ("; a smaller `slice_multiple`, or the tokens of each slice, allow shorter ones" if multiple > 1 else ""),
         )
 
 
