@@ -105,12 +105,14 @@ def check_cut(
 def _too_short(slices: Sequence[int], shares: Sequence[int], where: str) -> Iterator[PlanError]:
     for number, tokens in enumerate(slices):
         if min(stop - start for start, stop in split(tokens, shares)) == 0:
+            what, name = ("slice", f"slice {number}") if len(slices) > 1 else ("sequence", "a sequence")
             yield PlanError(
-                "A slice is shorter than its shards need: one of them would have no token.",
+                f"A {what} is shorter than its shards need: one of them would have no token.",
                 where=where,
-                seen=f"slice {number} of {tokens} token(s), over shards of shares {', '.join(map(str, shares))}",
-                allowed=f"slices of {fewest_tokens(shares)} tokens or more",
-                next_step="use longer slices, fewer shards, or the sharding `megatron`, which splits no tokens",
+                seen=f"{name} of {tokens} token(s), over shards of shares {', '.join(map(str, shares))}",
+                allowed=f"{what}s of {fewest_tokens(shares)} tokens or more",
+                next_step=f"use longer {what}s, fewer or more even shards, or the sharding `megatron`, which splits no "
+                "tokens",
             )
             return
 

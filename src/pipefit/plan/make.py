@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
 from pipefit.cost.roofline import LayerCosts
 from pipefit.model.graph import Model
@@ -22,6 +23,7 @@ from pipefit.plan.search import Progress
 from pipefit.plan.searched import asked_in
 from pipefit.plan.sensitivity import sensitivity
 from pipefit.plan.slice_notes import slice_note
+from pipefit.plan.space import check_space
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
 from pipefit.units import format_seconds
@@ -50,7 +52,9 @@ def make_plan(
     bench = Workbench(model, cluster, layers, name, cluster_source)
     pins = pins or {}
     if pins.get("sharding") == "searched":
-        bench.search_recipes(job, asked_in(pins, job))
+        count = device_count(cluster)
+        check_space(job, len(bench.module.layers), count, pins)
+        bench.search_recipes(job, asked_in(pins, job, count))
     found = best_plans(bench, job, pins, top, progress)
     if not found.fitting:
         raise does_not_fit(bench, job, pins, found)

@@ -2,7 +2,8 @@
 
 They are searched once for a job, before the rest of the plan: for the shares that are asked for, on the first group of
 devices, for the rows and microbatches that are pinned. Where rows are not known, a microbatch has one, so that no
-program splits rows which a plan may not have.
+program splits rows which a plan may not have. A device is taken to hold its part of the layers and no more; whether
+the plan fits is for the rest of the planning to say, which knows recomputation and split optimizer state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pipefit.plan.decisions import Decisions
 from pipefit.plan.types import Job, Precision
 from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import Setting
-from pipefit.shard.synthesize import synthesize
+from pipefit.shard.synthesize import leanest
 
 COLLECTIVES = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
 
@@ -36,6 +37,8 @@ class Asked:
     rows: int
     "Of a microbatch on that group."
     microbatches: int
+    lanes: int
+    "At most so many share the layers."
 
 
 def asked_by(decisions: Decisions, batch: int) -> Asked:
@@ -46,27 +49,35 @@ def asked_by(decisions: Decisions, batch: int) -> Asked:
         devices=decisions.lane_devices()[0][: len(decisions.shards)],
         rows=rows,
         microbatches=decisions.microbatches,
+        lanes=decisions.lanes,
     )
 
 
-def asked_in(pins: Mapping[str, Any], job: Job) -> Asked:
-    """What the pins say."""
+def asked_in(pins: Mapping[str, Any], job: Job, devices: int) -> Asked:
+    """What the pins say, on a cluster of so many devices. A mapping that the cluster cannot have is left to those who
+    refuse it."""
     shares = pins["shards"]
     mapping = pins.get("mapping")
-    devices = mapping if isinstance(mapping, tuple) else tuple(range(len(shares)))
+    first = mapping[: len(shares)] if isinstance(mapping, tuple) else ()
+    if len(first) < len(shares) or not all(0 <= device < devices for device in first):
+        first = tuple(range(len(shares)))
     known = "microbatches" in pins and "replicas" in pins
     microbatches = pins.get("microbatches", max(1, job.batch // len(pins.get("replicas", (1,)))))
     rows = 1
     if known and job.batch % microbatches == 0:
         rows = max(1, min(stop - start for start, stop in split(job.batch // microbatches, pins["replicas"])))
-    return Asked(shares=shares, devices=devices[: len(shares)], rows=rows, microbatches=microbatches)
+    lanes = devices // (len(shares) * len(pins.get("replicas", (1,))))
+    if "placement" in pins:
+        lanes = max(pins["placement"]) + 1
+    elif "stages" in pins or "cuts" in pins:
+        lanes = min(lanes, pins.get("stages", len(pins.get("cuts", ())) + 1))
+    return Asked(shares=shares, devices=first, rows=rows, microbatches=microbatches, lanes=max(1, lanes))
 
 
 def searched_recipes(
     model: Model, module: Module, network: Network, layers: LayerCosts, job: Job, asked: Asked
 ) -> Mapping[str, str]:
-    """The recipe of every graph of a module, as text. Raises PlanError where there is no program for these shares, or
-    none that fits."""
+    """The recipe of every graph of a module, as text. Raises PlanError where there is no program for these shares."""
     setting = setting_of(
         model,
         network,
@@ -76,8 +87,9 @@ def searched_recipes(
         tokens=job.sequence,
         precision=job.precision,
         microbatches=asked.microbatches,
+        lanes=asked.lanes,
     )
-    found = synthesize(Chains(model, setting), module.layers, asked.shares)
+    found = leanest(Chains(model, setting), module.layers, asked.shares)
     return {layer.graph: link.recipe.text for layer, link in zip(module.layers, found.links, strict=True)}
 
 
@@ -91,6 +103,7 @@ def setting_of(
     tokens: int,
     precision: Precision,
     microbatches: int,
+    lanes: int = 1,
 ) -> Setting:
     """The devices of a shard axis with what their links and their measured layers say."""
     kinds = tuple(network.kinds[device] for device in devices)
@@ -117,4 +130,5 @@ def setting_of(
         precision=precision,
         microbatches=microbatches,
         slowness=slowness,
+        lanes=lanes,
     )

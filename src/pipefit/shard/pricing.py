@@ -32,7 +32,7 @@ class Setting:
     kinds: tuple[DeviceKind, ...]
     "Of every position."
     collective: CollectiveTime
-    "Over these devices, together with all groups that do the same at the same time."
+    "Over these devices."
     rows: int
     tokens: int
     precision: Precision
@@ -40,6 +40,8 @@ class Setting:
     "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
     slowness: Mapping[str, float] = field(default_factory=dict)
     "Kind of device -> what its computing takes against the roofline, where that was measured."
+    lanes: int = 1
+    "Groups of devices over which the layers are spread: one of them holds so small a part."
 
     @cached_property
     def distinct(self) -> tuple[DeviceKind, ...]:

@@ -107,17 +107,25 @@ class Synthesized:
 
 
 def synthesize(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized:
-    """The cheapest program of consecutive layers, with these shares or with the best ones.
+    """`leanest`, where it fits. Raises PlanError where there is no program, or none that fits in memory."""
+    found = leanest(chains, layers, shares)
+    if not fits(chains, found.held_bytes):
+        raise _none(chains, shares)
+    return found
 
-    Raises PlanError where there is no program, or none that fits in memory.
-    """
+
+def leanest(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized:
+    """The cheapest program of consecutive layers that fits in memory, with these shares or with the best ones; where
+    none fits, one that holds little. Raises PlanError where there is no program at all."""
     found = _at_price(chains, layers, shares, 0.0)
     if found is not None and fits(chains, found.held_bytes):
         return found
     high = DEAREST * (found.cost_s if found is not None else 1.0) / min(limits(chains))
     best = _at_price(chains, layers, shares, high)
-    if best is None or not fits(chains, best.held_bytes):
+    if best is None:
         raise _none(chains, shares)
+    if not fits(chains, best.held_bytes):
+        return best
     low = high / DEAREST**2
     for _ in range(PRICES):
         price = (low * high) ** 0.5
@@ -139,8 +147,9 @@ def _at_price(chains: Chains, layers: Sequence[Layer], shares: Sequence[int], pr
 
 
 def limits(chains: Chains) -> tuple[float, ...]:
-    """Bytes of every kind of device that a program may fill."""
-    return tuple(float(kind.memory_bytes) - WORKSPACE_BYTES for kind in chains.setting.distinct)
+    """Bytes of every kind of device that a program may fill, were all layers on it."""
+    setting = chains.setting
+    return tuple(setting.lanes * (float(kind.memory_bytes) - WORKSPACE_BYTES) for kind in setting.distinct)
 
 
 def fits(chains: Chains, held: Sequence[float]) -> bool:
