@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from tests.run.stage_toys import toy_layers
 from tests.shard.random_clusters import model_of
 
-from pipefit.cli import main
 from pipefit.codec import dump_text
 
 ROOT = Path(__file__).parents[2]
@@ -30,21 +28,6 @@ def files(tmp_path):
     (tmp_path / "cluster.json").write_text(json.dumps(cluster))
     (tmp_path / "model.json").write_text(dump_text(model_of(toy_layers())))
     return "--model", str(tmp_path / "model.json"), "--cluster", str(tmp_path / "cluster.json")
-
-
-@pytest.fixture
-def pipefit(capsys, monkeypatch):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["pipefit", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return run
 
 
 SIZES = ("--batch", "64", "--seq", "32", "--precision", "float32")
@@ -90,6 +73,7 @@ def test_json_holds_what_the_text_says(pipefit, files):
         (("--devices", "zero"), ("two or more different devices", "seen: zero")),
         (("--devices", "0,1", "--shares", "2:1:1"), ("one for each device", "2 numbers, for example 2:1")),
         (("--devices", "0,1", "--shares", "2:0"), ("positive whole numbers",)),
+        (("--devices", "0,1", "--shares", "2:\u00b2"), ("positive whole numbers",)),
         (("--devices", "0,1", "--microbatches", "5"), ("equal microbatches", "batch 64, microbatches 5")),
         (("--devices", "0,1", "--seq", "0"), ("at least one token",)),
         (("--devices", "0,1", "--precision", "int8"), ("precision is not known", "bfloat16, float32, float64")),

@@ -91,7 +91,7 @@ def _shares(text: str | None, count: int) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.split(":")
-    if len(parts) != count or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise PlanError(
             "Shares are positive whole numbers, one for each device.",
             where="--shares",
