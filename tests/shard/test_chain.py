@@ -4,6 +4,7 @@ speed."""
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from dataclasses import replace
 
@@ -158,11 +159,15 @@ def test_recipes_reload_equal_and_mistakes_are_told():
     for link in links:
         assert parse_recipe(link.recipe.text) == link.recipe
     block = links[1].recipe.text
+    turn = re.search(r"\S+:G1(?=>I)", block)[0]
     for text, words in (
         ("", "begins with the forms"),
         ("I>I t0:I", "This is no conversion"),
         ("I>I - -", "for another layer(.|\n)*2 choices(.|\n)*make the plan again"),
         (block.replace("heads", "hands"), "no such label(.|\n)*hands"),
+        (block.replace(" heads ", " +9 "), r"not pass partial sums(.|\n)*attention(.|\n)*\+9"),
+        (block.replace(f"{turn}>", f"{turn.partition(':')[0]}:P>"), r"cannot be converted so(.|\n)*P>I"),
+        (block.replace(f"{turn}>I", f"{turn}>G0"), r"cannot be converted so(.|\n)*>G0"),
     ):
         with pytest.raises(PlanError, match=words):
             write(block_graph(), (1, 1), parse_recipe(text))

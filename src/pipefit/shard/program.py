@@ -23,6 +23,14 @@ ROWS: Size = "B"
 LOCAL: Mapping[Size, Size] = {TOKENS: "S", ROWS: "R"}
 """What a device's part of a dimension is called whose size is only known at run time."""
 
+CONVERSIONS: Mapping[tuple[str, str], str] = {
+    ("G", "I"): "all_gather",
+    ("P", "I"): "all_reduce",
+    ("P", "G"): "reduce_scatter",
+    ("I", "G"): "shard_slice",
+}
+"""The operator that brings a value from one kind of form to another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -147,9 +155,17 @@ class Program:
         return tuple(inputs), late
 
     def convert(self, conversion: Conversion) -> None:
-        """One conversion, from a form in which the value is held already."""
+        """One conversion, from a form in which the value is held already. Raises PlanError where it is not, and where
+        there is no such conversion."""
         name, source, target = conversion.name, conversion.source, conversion.target
-        held = name if self.held[name] == source else self.converted[name, source]
+        held = name if self.held.get(name) == source else self.converted.get((name, source))
+        if held is None or (source.form.kind, target.form.kind) not in CONVERSIONS:
+            raise PlanError(
+                "This value cannot be converted so.",
+                where=f"recipe, {name}",
+                seen=f"{source.form}>{target.form}",
+                allowed="from a form in which it is held: " + ", ".join(f"{one}>{two}" for one, two in CONVERSIONS),
+            )
         self.converted[name, target] = self._convert(held, target, name)
 
     def bring(self, name: str, want: Held) -> str:
@@ -229,12 +245,7 @@ class Program:
     def _convert(self, name: str, want: Held, origin: str) -> str:
         have = self.held[name]
         dim = want.form.dim if want.form.kind == "G" else have.form.dim
-        kind = {
-            ("G", "I"): "all_gather",
-            ("P", "I"): "all_reduce",
-            ("P", "G"): "reduce_scatter",
-            ("I", "G"): "shard_slice",
-        }[have.form.kind, want.form.kind]
+        kind = CONVERSIONS[have.form.kind, want.form.kind]
         new = f"{origin}.{want.form}" + (f"x{want.units}" if want.units else "")
         self.shapes[new], self.dtypes[new], self.held[new] = self.shapes[name], self.dtypes[name], want
         for position in range(len(self.shares)):

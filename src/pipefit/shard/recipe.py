@@ -104,6 +104,12 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
     def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice:
         pick = recipe.picks[place]
         before = tuple(_conversion(turn, units) for turn in recipe.before[place])
+        if pick.linear >= len(labelled.linear):
+            raise PlanError(
+                "This operator does not pass partial sums on so.",
+                where=f"recipe, {operator.kind}",
+                seen=_pick_word(pick),
+            )
         if not pick.label:
             return Choice(linear=pick.linear, before=before)
         return Choice(pick.label, _units_of(pick.label, operator, labelled, units), settle=pick.settle, before=before)
