@@ -148,7 +148,9 @@ def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Clus
     best = min(fitting, key=lambda one: one.rank)
     assert best.decisions.slices and found.fitting[0].decisions.slices
     assert found.fitting[0].rank == best.rank
-    assert found.considered >= len(every) and found.lower_bound_s <= best.step_s
+    sliced = sum(bool(one.decisions.slices) for one in every)
+    assert found.considered > len(every) - sliced, "slices that promise too little are not made"
+    assert found.lower_bound_s <= best.step_s
     whole = min((one for one in fitting if not one.decisions.slices), key=lambda one: one.rank)
     assert found.fitting[0].step_s < whole.step_s
     assert next(one for one in found.fitting if not one.decisions.slices).step_s == pytest.approx(whole.step_s)
@@ -246,7 +248,7 @@ def test_a_plan_with_slices_says_which_and_what_they_gain() -> None:
 
 def test_alternatives_are_told_apart_by_their_slices() -> None:
     pins = {"slice_multiple": 4096, "zero1": False, "schedule": "1f1b", "stages": 3, "recompute": ("none",)}
-    plan = make_plan(toy_model(3), slow(3), LONG, pins, top=8)
+    plan = make_plan(toy_model(3), slow(3), LONG, pins, top=24)
     table = alternative_table(plan)
     place = table.columns.index("slices")
     cells = [row[place] for row in table.rows]

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds import facts_of
+from pipefit.plan.decisions import Decisions
 
 Idle = Callable[[int, Array, Array, Array], Array]
 """(lanes, F, I, W of one stage in seconds) -> seconds that the busiest lane idles."""
@@ -47,3 +48,18 @@ def most_held(schedule: str, lanes: int, placement: tuple[int, ...], microbatche
     """Stage-microbatches on the fullest lane, at least."""
     rule = facts_of(schedule).in_flight
     return max(rule(lane, lanes, placement.count(lane), microbatches) for lane in (0, lanes - 1))
+
+
+def sliced_guess_s(forward_s: Array, backward_s: Array, decisions: Decisions) -> float:
+    """What a candidate with slices and cuts likely takes, transfers apart: arrays [slice, stage], as
+    `plan/sliced_bounds.py` has them. The busiest lane's work, and what a lane like it idles, a mean slice of a stage
+    being the unit."""
+    lanes, count, units = decisions.lane_of_stage, decisions.microbatches, decisions.units
+    load, ahead = np.bincount(lanes, (forward_s + backward_s).sum(axis=0)), np.bincount(lanes, forward_s.sum(axis=0))
+    lane = int(load.argmax())
+    each = lanes.count(lane) * len(decisions.slices)
+    f, back = ahead[lane] / each, (load[lane] - ahead[lane]) / each
+    w = min(WEIGHT_SHARE * back, f)
+    held = np.asarray(most_held(decisions.schedule, decisions.lanes, lanes, units), dtype=float)
+    idle = idle_s(decisions.schedule, decisions.lanes, held, *map(np.asarray, (f, back - w, w)))
+    return count * float(load[lane]) + float(idle)

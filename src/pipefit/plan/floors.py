@@ -91,7 +91,7 @@ class Floors:
         self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
         self._stacks: dict[object, list[list[Floor]]] = {}
         self._statics: dict[float, float] = {}
-        self._panels: dict[tuple[int, int], tuple[Panel, PanelFloor]] = {}
+        self._panels: dict[object, tuple[Panel, PanelFloor]] = {}
         "By what panels of one grid share; with a panel that keeps it alive."
         self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
@@ -101,7 +101,7 @@ class Floors:
 
     def panel(self, panel: Panel) -> PanelFloor:
         """The floor of all its candidates."""
-        key = (id(panel.counts), id(panel.runs))
+        key = (id(panel.counts), id(panel.runs), panel.recompute)
         if panel.pattern is None:
             return self._panel(panel)
         if key not in self._panels:

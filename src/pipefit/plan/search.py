@@ -19,12 +19,9 @@ from functools import partial
 from operator import le
 from typing import Any
 
-import numpy as np
-
 from pipefit.cluster.topology import device_count
 from pipefit.cost.memory_lanes import lane_limits
-from pipefit.cost.table import cost_table
-from pipefit.cost.types import Array, CostTable
+from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of
@@ -35,6 +32,7 @@ from pipefit.plan.closest import closest, least_missing_bytes
 from pipefit.plan.cut import Cut
 from pipefit.plan.cut_rows import Need, scaled
 from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.estimate import sliced_guess_s
 from pipefit.plan.floors import Floors
 from pipefit.plan.holding import held_bytes, order_needs
 from pipefit.plan.length import check_length
@@ -44,8 +42,9 @@ from pipefit.plan.panel import Panel
 from pipefit.plan.ports import shared_bound_s, shared_costs
 from pipefit.plan.predict import Simulation
 from pipefit.plan.sliced_bounds import sliced_bound_s
+from pipefit.plan.sliced_panels import Hope, most_promising, sliced
 from pipefit.plan.slices import Slicer
-from pipefit.plan.space import check_space, panels, rearrangements
+from pipefit.plan.space import bases, check_space, families_only, rearrangements, whole
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
@@ -61,9 +60,8 @@ BUDGET = 100_000
 """Work spent on either kind of schedules before the search stops without a proof: actions of the orders made, and
 DEVICE for each device of a cost table. Only large clusters come near it, with families whose bounds are loose."""
 
-SLICED = 8_000
-"""Work spent on either kind of schedules with slices, for each way of recomputing: what keeps most memory comes first,
-and if it is found to fit, the others are soon done with."""
+SLICED = 40_000
+"""Work spent on what cuts sequences, and again each time that it finds something faster: the best guess comes first."""
 
 MANY_DEVICES = 2048
 """For every so many devices a search may spend its budgets once more: a look costs more there."""
@@ -79,6 +77,9 @@ DEVICE = 3
 
 STAGE = 1
 """What a stage of a cut counts in the budget."""
+
+ORDER = 4
+"""Of what an order costs to make and simulate, the part that it costs to make: one over this."""
 
 LEANER = 3
 """How often the layers of a candidate are cut again because the simulator found that it needs more memory than the
@@ -107,19 +108,20 @@ def search(
     """The best plans of the space under `pins`. Raises PlanError where the pins leave nothing to consider."""
     pins = pins or {}
     searcher = _Search(bench, job, pins, top, progress)
-    return searcher.run(_panels(bench, job, pins, searcher.slicer))
+    return searcher.run(_bases(bench, job, pins))
 
 
 def some_plan_fits(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
     """Whether `search` would find a plan: the leanest candidates first, until one fits or TRIES simulated ones do
     not. Raises PlanError as `search` does."""
     searcher = _Search(bench, job, pins, 1, None)
-    searcher.any_that_fits(_panels(bench, job, pins, searcher.slicer))
+    space = _bases(bench, job, pins)
+    searcher.any_that_fits([*searcher.whole(space), *searcher.sliced(space)])
     return bool(searcher.fitting)
 
 
-def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any], slicer: Slicer) -> list[Panel]:
-    """The space, for a job and pins that leave something to consider."""
+def _bases(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> list[Panel]:
+    """The space before sequences are cut, for a job and pins that leave something to consider."""
     count, layers = device_count(bench.cluster), len(bench.module.layers)
     check_space(job, layers, count, pins)
     check_length(bench.module, bench.model, job.sequence, "--seq")
@@ -127,7 +129,7 @@ def _panels(bench: Workbench, job: Job, pins: Mapping[str, Any], slicer: Slicer)
         check_sliceable(bench.model, "--fix slices")
     for error in document_obstacles(bench.model, "--documents") if job.documents == "apart" else ():
         raise error
-    return list(panels(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter, slicer))
+    return list(bases(job, layers, count, len(bench.cluster.hosts), pins, bench.cutter))
 
 
 class _Search:
@@ -153,16 +155,21 @@ class _Search:
         self.seen: set[Decisions] = set()
         "What was looked at, before it was cut."
         self.simulated = 0
-        self._frames: dict[Decisions, tuple[Array, float]] = {}
         self.spent = 0
 
     def run(self, space: list[Panel]) -> Found:
-        considered = sum(panel.candidates for panel in space)
-        if considered == 1:
-            only = space[0].decisions(0)
-            check_decisions(only, self.job, len(self.bench.module.layers), self.bench.network.devices)
-        parts = [part for part in _parts(space) if part]
+        """Look at what does not cut sequences, then at what does; slices have to beat what does without."""
+        plain = self.whole(space)
+        parts = [[one for one in plain if facts_of(one.names[0]).fused == fused] for fused in (False, True)]
+        parts = [part for part in parts if part]
         bounds = [self.explore(part, patient=part is parts[-1]) for part in parts]
+        sliced = self.sliced(space)
+        considered = sum(panel.candidates for panel in (*plain, *sliced))
+        if considered == 1:
+            check_decisions(
+                (*plain, *sliced)[0].decisions(0), self.job, len(self.bench.module.layers), self.bench.network.devices
+            )
+        bounds += [self.explore(sliced, SLICED, SLICED)] if sliced else []
         self._rearrange()
         self._runners_up()
         if self.refused and not self.fitting and not self.misfits and not self.unfit:
@@ -173,27 +180,44 @@ class _Search:
             fitting=tuple(self.fitting),
             misfits=tuple(misfits),
             unfit=len(self.unfit) + len(self.misfits),
-            lower_bound_s=min(least for least, _ in bounds),
-            open_bound_s=min(left for _, left in bounds),
+            lower_bound_s=min((least for least, _ in bounds), default=float("inf")),
+            open_bound_s=min((left for _, left in bounds), default=float("inf")),
             considered=considered,
             simulated=self.simulated,
         )
 
-    def explore(self, space: Sequence[Panel], patient: bool = True) -> tuple[float, float]:
-        """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left).
-        Who is `patient` goes beyond the budget until something fits, but not beyond PATIENCE."""
+    def whole(self, space: Sequence[Panel]) -> list[Panel]:
+        """What does not cut sequences."""
+        return [one for panel in space if (one := whole(panel, families_only(self.pins))) is not None]
+
+    def sliced(self, space: Sequence[Panel]) -> list[Panel]:
+        """What cuts them and may be faster than what was found."""
+        hope = Hope(self.floors, self.fitting[0].step_s) if self.fitting else None
+        free = hope is not None and self.pins.get("slices") is None
+        kept = most_promising(space, hope) if hope is not None and free else space
+        made = (sliced(panel, self.job, families_only(self.pins), self.slicer, hope) for panel in kept)
+        return [one for one in made if one is not None]
+
+    def explore(
+        self, space: Sequence[Panel], budget: float = BUDGET, more: float = 0.0, patient: bool = True
+    ) -> tuple[float, float]:
+        """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left). Each
+        time that something faster is found, there is at least `more` to spend. Who is `patient` goes beyond the budget
+        until something fits, but not beyond PATIENCE."""
         self.spent = 0
         items: list[Queue | Candidate] = [Queue(self.floors, panel) for panel in space]
         lower_bound_s = min(item.bound_s for item in items)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)
-        budget = SLICED if space[0].slices else BUDGET
-        while heap and self.spent <= self.share * (PATIENCE if patient and not self.fitting else budget):
+        until, best = self.share * budget, self.fitting[:1]
+        while heap and self.spent <= (self.share * PATIENCE if patient and not self.fitting else until):
             _, index = heapq.heappop(heap)
             if self.fitting and items[index].bound_s > self.fitting[0].step_s * (1 + TIE):
                 self.left.append(items[index])
             else:
                 self._look(items, index, heap)
+            if self.fitting[:1] != best:
+                until, best = max(until, self.spent + self.share * more), self.fitting[:1]
         self.left += [items[index] for _, index in heap]
         return lower_bound_s, min((one.bound_s for one in self.left), default=float("inf"))
 
@@ -333,24 +357,10 @@ class _Search:
         fused = facts_of(decisions.schedule).fused
         lanes, count = decisions.lane_of_stage, decisions.microbatches
         if decisions.slices:
-            left_s, after_s = self._frame(decisions)
             times = self.slicer.times(decisions)
-            return max(bound_s, after_s + sliced_bound_s(*times, lanes, count, fused, left_s=left_s))
+            candidate.guess_s = sliced_guess_s(*times, decisions)
+            return max(bound_s, sliced_bound_s(*times, lanes, count, fused))
         return max(bound_s, chain_bound_s(cut.forward_s, cut.backward_s, lanes, count, fused))
-
-    def _frame(self, decisions: Decisions) -> tuple[Array, float]:
-        """What follows the last backwards of a candidate at least, as without slices: (the reduction of each stage, the
-        optimizer step). The first slice, whose backward is a stage's last, hides no more of a reduction than a whole
-        microbatch."""
-        whole = replace(decisions, slices=(), schedule="")
-        if whole not in self._frames:
-            parts = self.bench.parts(self.job, whole)
-            costs = cost_table(pipeline_work(parts, self.bench.programs), self.bench.network, self.bench.layers)
-            hidden = costs.reduce_hidden_s
-            left = costs.reduce_s - (np.maximum(hidden["B"], hidden["W"]) if hidden else 0.0)
-            gathered = np.bincount(np.asarray(parts.placement), weights=costs.gather_s)
-            self._frames[whole] = (left, float(np.max(costs.step_s + gathered)))
-        return self._frames[whole]
 
     def _table(self, candidate: Candidate, bound_s: float) -> float | None:
         cut = self.bench.cutter.leanest(self.job, candidate.decisions)
@@ -364,7 +374,10 @@ class _Search:
         candidate.work = pipeline_work(candidate.parts, self.bench.programs)
         candidate.costs = shared_costs(self.bench, candidate.work)
         placement, count = candidate.parts.placement, candidate.decisions.microbatches
-        return max(bound_s, shared_bound_s(candidate.costs, placement, count, candidate.decisions.schedule))
+        table_s = shared_bound_s(candidate.costs, placement, count, candidate.decisions.schedule)
+        if candidate.decisions.slices:  # what the table adds to the compute of the cut, the guess lacks as well
+            candidate.guess_s += max(0.0, table_s - bound_s)
+        return max(bound_s, table_s)
 
     def _simulate(self, candidate: Candidate, bound_s: float) -> float | None:
         parts, work, costs = candidate.parts, candidate.work, candidate.costs
@@ -375,10 +388,12 @@ class _Search:
         except ScheduleError as error:
             self.refused.append(error)
             return None
-        self.spent += sum(map(len, computed.lanes))
+        actions = sum(map(len, computed.lanes))
+        self.spent += actions // ORDER
         needs, decisions = order_needs(computed, costs, lane_limits(work, self.bench.network)), candidate.decisions
         if all(need <= has for need, has in needs):
             self.simulated += 1
+            self.spent += actions - actions // ORDER
             found = simulated(self.bench, decisions, parts, work, costs, computed)
             if found.simulation.fits:
                 self.fitting.append(found)
@@ -404,19 +419,6 @@ class _Search:
         lane = max(range(len(needs)), key=lambda lane: needs[lane][0] / needs[lane][1])
         self.misfits.append(Misfit(decisions, bound_s, *needs[lane], lane))
         return None
-
-
-def _parts(space: Sequence[Panel]) -> Iterator[list[Panel]]:
-    """The candidates in the order in which they are looked at: slices have to beat what does without."""
-    for sliced, kinds in ((False, (False, True)), (True, (True, False))):
-        for fused in kinds:
-            panels = [one for one in space if facts_of(one.names[0]).fused == fused and bool(one.slices) == sliced]
-            ways = dict.fromkeys(way for one in panels for way in one.recompute)
-            if not sliced:
-                yield panels
-                continue
-            for way in ways:
-                yield [replace(one, recompute=(way,)) for one in panels if way in one.recompute]
 
 
 def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:

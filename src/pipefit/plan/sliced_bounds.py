@@ -23,7 +23,14 @@ import numpy as np
 
 from pipefit.cost.types import Array
 
-HOPS = {"1f1b": (1, 1), "eager-1f1b": (2, 2), "interleaved-1f1b": (1, 2), "svpp": (1, 1)}
+HOPS = {
+    "1f1b": (1, 1),
+    "eager-1f1b": (2, 2),
+    "interleaved-1f1b": (1, 2),
+    "svpp": (1, 1),
+    "zb-h1": (1, 1),
+    "zb-h2": (2, 2),
+}
 """Forwards that a lane runs ahead for every lane behind it, with one stage a lane and with several."""
 
 

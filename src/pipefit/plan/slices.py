@@ -10,7 +10,7 @@ slices. Where microbatches are many, stages few or sequences short, that leaves 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -40,7 +40,7 @@ LADDER = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ACTIONS = 12_000
 """The most actions of an order with slices: longer ones take too long to look at, and gain little by more slices."""
 
-AROUND = 1
+AROUND = 2
 """Steps of the ladder to either side of the best one by the closed form."""
 
 PROCESSOR_TILE, ACCELERATOR_TILE = 8, 64
@@ -70,6 +70,8 @@ class Slicer:
         self._curves: dict[int, TimeOf] = {}
         self._cut: dict[tuple[int, int], Slices] = {}
         self._numbers: dict[object, tuple[int, ...]] = {}
+        self._wholes: dict[int, tuple[Array, Array]] = {}
+        self._dearer: dict[int, Mapping[int, float]] = {}
 
     @property
     def coarse(self) -> int:
@@ -100,14 +102,27 @@ class Slicer:
 
     def closed_form_s(self, stage: StageWork, lanes: int, turns: int, microbatches: int) -> Array:
         """Seconds of a step without slices, and for every number of the ladder that the sequence allows."""
-        length, time_of = self.job.sequence, self.curve(stage)
-        most = most_slices(length, self.multiple)
-        numbers = np.array([1, *(number for number in LADDER if number <= most)])
-        tokens = length // numbers
-        whole = numbers * time_of(tokens, (length - tokens) // 2)  # a slice in the middle costs the mean of all
+        numbers, whole = self._whole_s(stage)
         action_s = 2 * turns * (ACTION_OVERHEAD_S + stage_overhead_s(self.cutter.network.cluster))
         steps: Array = (microbatches + (lanes - 1) / (turns * numbers)) * (whole / lanes + numbers * action_s)
         return steps
+
+    def dearer(self, stage: StageWork) -> Mapping[int, float]:
+        """What a sequence in each number of slices takes, as a part of its time in one."""
+        if id(stage) not in self._dearer:
+            numbers, whole = self._whole_s(stage)
+            self._dearer[id(stage)] = dict(zip(numbers.tolist(), (whole / whole[0]).tolist(), strict=True))
+        return self._dearer[id(stage)]
+
+    def _whole_s(self, stage: StageWork) -> tuple[Array, Array]:
+        """(1 and the numbers of the ladder that the sequence allows, seconds of all its slices in all layers)."""
+        if id(stage) not in self._wholes:
+            length, time_of = self.job.sequence, self.curve(stage)
+            most = most_slices(length, self.multiple)
+            numbers = np.array([1, *(number for number in LADDER if number <= most)])
+            tokens = length // numbers  # a slice in the middle costs the mean of all
+            self._wholes[id(stage)] = numbers, numbers * time_of(tokens, (length - tokens) // 2)
+        return self._wholes[id(stage)]
 
     def cut(self, stage: StageWork, number: int) -> Slices:
         """Equal-cost slices. Raises PlanError where the sequence is too short for that many."""
@@ -152,13 +167,16 @@ class Slicer:
             self._stages[key] = self.cutter.probe(self.job, group, rows, recompute)
         return self._stages[key]
 
-    def stage_of(self, panel: Panel, which: int) -> StageWork:
-        """All layers on the devices of a panel's lanes, the slowest of them, for one of its counts."""
+    def stages_for(self, panel: Panel, counts: Iterable[int]) -> list[StageWork]:
+        """All layers on the devices of a panel's lanes, the slowest of them, for each of these counts."""
         if len(panel.shards) > 1:
-            return self.stages_of(panel.decisions(panel.first_of(which)))[0]
-        count, shares = panel.counts[which]
-        rows = self.cutter.rows_of(self.job, count, shares)
-        return self.stage(frozenset().union(*(pairs_of(runs, rows) for runs in {*panel.lane_runs()})))
+            return [self.stages_of(panel.decisions(panel.first_of(which)))[0] for which in counts]
+        lanes = {*panel.lane_runs()}
+        found = []
+        for which in counts:
+            rows = self.cutter.rows_of(self.job, *panel.counts[which])
+            found.append(self.stage(frozenset().union(*(pairs_of(runs, rows) for runs in lanes))))
+        return found
 
     def stages_of(self, decisions: Decisions) -> list[StageWork]:
         """All layers on the devices of every stage of a candidate, with its way of recomputing."""

@@ -21,8 +21,8 @@ from pipefit.plan.decisions import Decisions, Inner
 from pipefit.plan.fleet import Runs
 from pipefit.plan.mixed import Pattern, laid_out, patterns, rearranged, replica_counts, row_shares
 from pipefit.plan.panel import Count, Panel
+from pipefit.plan.sliced_panels import sliced, with_slices
 from pipefit.plan.slices import Slicer
-from pipefit.plan.slicing.cuts import uniform
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 
@@ -47,24 +47,29 @@ def panels(
     cutter: Cutter | None = None,
     slicer: Slicer | None = None,
 ) -> Iterator[Panel]:
-    """Every panel of candidates, in a fixed order. A pinned `fit` is no family of its own: it gets the layouts of all
-    (see `plan/fitting.py`)."""
+    """Every panel of candidates, in a fixed order: without slices, and with those that a closed form prefers."""
     pins = families_only(pins)
     slicer = Slicer(cutter, job, pins) if cutter is not None and slicer is None else slicer
+    for base in bases(job, layers, devices, hosts, pins, cutter):
+        for panel in (whole(base, pins), sliced(base, job, pins, slicer, None)):
+            if panel is not None:
+                yield panel
+
+
+def bases(
+    job: Job, layers: int, devices: int, hosts: int, pins: Mapping[str, Any], cutter: Cutter | None = None
+) -> Iterator[Panel]:
+    """A panel for every grid and placement, in a fixed order, before sequences are cut; of all schedules that are
+    searched in any way. A pinned `fit` is no family of its own: it gets the layouts of all (see `plan/fitting.py`)."""
+    pins = families_only(pins)
     known: dict[int, Mapping[tuple[tuple[int, ...], bool], list[str]]] = {}
     for grid in _grids(job, layers, devices, hosts, pins, cutter):
         if grid.lanes not in known:
             known[grid.lanes] = _schedules(grid.lanes, layers, pins)
         for (placement, _), names in known[grid.lanes].items():
             panel = _panel(grid, placement, names, pins, cutter)
-            if panel is None:
-                continue
-            whole = _whole(panel, pins)
-            if whole is not None:
-                yield whole
-            sliced = _sliced(panel, job, pins, slicer)
-            if sliced is not None:
-                yield sliced
+            if panel is not None:
+                yield panel
 
 
 def _panel(
@@ -99,7 +104,7 @@ def _panel(
     )
 
 
-def _whole(panel: Panel, pins: Mapping[str, Any]) -> Panel | None:
+def whole(panel: Panel, pins: Mapping[str, Any]) -> Panel | None:
     """The candidates of a panel that do not cut sequences, in families that are searched without slices."""
     if pins.get("slices", 1) != 1:
         return None
@@ -107,34 +112,7 @@ def _whole(panel: Panel, pins: Mapping[str, Any]) -> Panel | None:
     if len(kept) < len(panel.names):
         names, least = [panel.names[at] for at in kept], [panel.least[at] for at in kept]
         panel = replace(panel, names=tuple(names), least=tuple(least))
-    return _with(panel, [(count, ()) for count in panel.counts]) if kept else None
-
-
-def _sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None) -> Panel | None:
-    """The candidates of a panel that cut sequences: every count with each slicing that is worth trying. Rows that are
-    divided unevenly, and pipelines of one lane, are cut where the user says so."""
-    wanted = pins.get("slices")
-    if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
-        return None
-    cut: list[tuple[Count, tuple[int, ...]]] = []
-    for which, count in enumerate(panel.counts):
-        if isinstance(wanted, tuple) or slicer is None:
-            cut.append((count, wanted if isinstance(wanted, tuple) else uniform(job.sequence, wanted or 1)))
-        elif wanted is not None or max(count[1]) == 1:
-            stage = slicer.stage_of(panel, which)
-            cut += [(count, slices) for slices in slicer.slicings(stage, panel.lanes, panel.turns, count[0])]
-    return _with(panel, cut)
-
-
-def _with(panel: Panel, cut: Sequence[tuple[Count, tuple[int, ...]]]) -> Panel | None:
-    """The panel with these counts and slicings, as far as there are units enough for one of its schedules."""
-    able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(panel.least)]
-    if not able:
-        return None
-    if len(able) == len(panel.counts) and not able[0][1]:
-        return panel
-    slices = tuple(slices for _, slices in able) if able[0][1] else ()
-    return replace(panel, counts=tuple(count for count, _ in able), slices=slices)
+    return with_slices(panel, [(count, ()) for count in panel.counts]) if kept else None
 
 
 def families_only(pins: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,133 @@
+"""The part of the space that cuts sequences: every count of microbatches of a panel with the slicings worth trying.
+
+A search looks at what does not cut first. What a step with slices takes at least by a closed form, and what its lanes
+hold at least, is then worked out for all candidates of a panel from its floor without slices; only those that promise
+less than the best step found so far are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.plan.bounds import facts_of
+from pipefit.plan.estimate import OVER
+from pipefit.plan.floors import Floors
+from pipefit.plan.panel import Count, Panel
+from pipefit.plan.slices import Slicer
+from pipefit.plan.slicing.cuts import uniform
+from pipefit.plan.types import Job
+
+CHEAPER = 0.9
+"""What a sequence in slices takes at least of its time in one, for leaving candidates out before their slices are
+costed: a kernel that computes what a causal mask hides saves some of it by slices."""
+
+PANELS = 192
+"""Panels of which candidates with slices are made: on large clusters there are thousands."""
+
+SOME = 8
+"""Slices that are assumed where panels are ranked."""
+
+SPLIT_IDLE = 1 / 3
+"""What of the filling is left where backwards are split, for ranking."""
+
+Cut = tuple[Count, tuple[int, ...]]
+"""A count, and the tokens of each slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hope:
+    """What a candidate with slices has to beat."""
+
+    floors: Floors
+    best_s: float
+
+
+def most_promising(space: Sequence[Panel], hope: Hope) -> list[Panel]:
+    """The PANELS panels whose best candidate is likely the fastest with slices, in the order of the space."""
+    guessed = [(_likely_s(panel, hope), place) for place, panel in enumerate(space)]
+    kept = sorted(each for each in guessed if each[0] <= hope.best_s)[:PANELS]
+    return [space[place] for _, place in sorted(kept, key=lambda each: each[1])]
+
+
+def _likely_s(panel: Panel, hope: Hope) -> float:
+    """What the best even count of a panel likely takes in SOME slices, filling and what memory lacks included."""
+    even = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
+    if not even or panel.lanes == 1:
+        return float("inf")
+    count = np.array([panel.counts[which][0] for which in even], dtype=float)[:, None]
+    idle = (panel.lanes - 1) / (panel.turns * SOME) * (1.0 if facts_of(panel.names[0]).fused else SPLIT_IDLE)
+    least = _least_s(panel, hope, 1.0 + (panel.lanes - 1) / (2 * SOME))[even]
+    return float((least * (count + idle) / count).min())
+
+
+def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None, hope: Hope | None) -> Panel | None:
+    """The candidates of a panel that cut sequences: every count with each slicing that is worth trying. Rows that are
+    divided unevenly, and pipelines of one lane, are cut where the user says so. None where there are none."""
+    wanted = pins.get("slices")
+    if wanted == 1 or (wanted is None and (slicer is None or panel.lanes == 1)):
+        return None
+    if isinstance(wanted, tuple) or slicer is None:
+        each = wanted if isinstance(wanted, tuple) else uniform(job.sequence, wanted or 1)
+        return with_slices(panel, [(count, each) for count in panel.counts])
+    if wanted is not None:
+        stages = slicer.stages_for(panel, range(len(panel.counts)))
+        return with_slices(
+            panel,
+            [
+                (count, slices)
+                for count, stage in zip(panel.counts, stages, strict=True)
+                for slices in slicer.slicings(stage, panel.lanes, panel.turns, count[0])
+            ],
+        )
+    if slicer.obstacle is not None:
+        return None
+    return _promising(panel, slicer, hope)
+
+
+def _promising(panel: Panel, slicer: Slicer, hope: Hope | None) -> Panel | None:
+    """Every even count with the numbers of slices that the closed form prefers, as far as they may beat the best."""
+    kept = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
+    least_s = _least_s(panel, hope) if hope is not None and kept else None
+    if hope is not None and least_s is not None:
+        ways = [way for way in range(len(panel.recompute)) if (least_s[kept, way] <= hope.best_s).any()]
+        kept = [which for which in kept if (least_s[which] <= hope.best_s).any()]
+        panel, least_s = replace(panel, recompute=tuple(panel.recompute[way] for way in ways)), least_s[:, ways]
+    cut: list[Cut] = []
+    for which, stage in zip(kept, slicer.stages_for(panel, kept), strict=True):
+        count = panel.counts[which]
+        numbers = slicer.numbers(stage, panel.lanes, panel.turns, count[0])
+        if hope is not None and least_s is not None:
+            most = hope.best_s / float(least_s[which].min()) * count[0] * CHEAPER
+            dearer = slicer.dearer(stage)
+            fused = facts_of(panel.names[0]).fused
+            idle = (panel.lanes - 1) / panel.turns if fused else 0.0
+            numbers = tuple(number for number in numbers if (count[0] + idle / number) * dearer[number] <= most)
+        cut += [(count, slicer.cut(stage, number)) for number in numbers]
+    return with_slices(panel, cut)
+
+
+def _least_s(panel: Panel, hope: Hope, alive: float = 1.0) -> Array:
+    """Seconds of a step with slices, its filling left out, put back by what memory lacks: [microbatches,
+    recomputation]. A lane holds `alive` microbatches of its layers at once, one at least, whatever the slices."""
+    floor = hope.floors.panel(panel)
+    count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
+    held = (floor.static_bytes + alive * floor.saved_bytes[:, :, None]).min(axis=2)
+    lack = np.maximum(0.0, held / float(floor.lanes @ floor.limit_bytes) - 1.0)
+    least: Array = CHEAPER * count * floor.lane_s * (1.0 + OVER * lack)
+    return least
+
+
+def with_slices(panel: Panel, cut: Sequence[Cut]) -> Panel | None:
+    """The panel with these counts and slicings, as far as there are units enough for one of its schedules."""
+    able = [(count, slices) for count, slices in cut if count[0] * max(1, len(slices)) >= min(panel.least)]
+    if not able:
+        return None
+    if len(able) == len(panel.counts) and not able[0][1]:
+        return panel
+    slices = tuple(slices for _, slices in able) if able[0][1] else ()
+    return replace(panel, counts=tuple(count for count, _ in able), slices=slices)
