@@ -1,7 +1,7 @@
 """The planner's choice of schedule against fixed ones, in measured paced runs: short and long sequences, tight memory.
 
-Each case is an 8B model on four emulated devices as the lanes of one pipeline. The planner chooses freely, and once for
-each fixed schedule with that one pinned (microbatches, recomputation and cuts its own); plans that do not fit are left
+Each case is an 8B model on four emulated devices as the lanes of one pipeline. Sequences stay uncut (for slices see
+`token_slices.py`). The planner chooses freely, and once for each fixed schedule with that one pinned (microbatches, recomputation and cuts its own); plans that do not fit are left
 out. Four real processes then run every plan's own lanes over gloo: a small model with as many layers does real
 arithmetic and real messages, and every action sleeps until the emulated device would be done (`paced_links.py`), by the
 plan's own cost table, scaled so that a step takes about a second. The plans take turns, in changing order; a ratio is a
@@ -132,7 +132,7 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     job = Job(batch=case.batch, sequence=case.sequence, precision="bfloat16")
     found: dict[str, dict[str, Any]] = {}
     for name in ("chosen", *fixed):
-        pins = {"replicas": (1,), "devices": LANES, **({} if name == "chosen" else {"schedule": name})}
+        pins = {"replicas": (1,), "devices": LANES, "slices": 1, **({} if name == "chosen" else {"schedule": name})}
         fitting = best_plans(bench, job, pins).fitting
         if fitting:
             found[name] = emulated(fitting[0], case)
