@@ -1,11 +1,12 @@
 """The planner's choice of schedule against fixed ones, in measured paced runs: short and long sequences, tight memory.
 
 Each case is an 8B model on four emulated devices as the lanes of one pipeline. Sequences stay uncut (for slices see
-`token_slices.py`). The planner chooses freely, and once for each fixed schedule with that one pinned (microbatches, recomputation and cuts its own); plans that do not fit are left
-out. Four real processes then run every plan's own lanes over gloo: a small model with as many layers does real
-arithmetic and real messages, and every action sleeps until the emulated device would be done (`paced_links.py`), by the
-plan's own cost table, scaled so that a step takes about a second. The plans take turns, in changing order; a ratio is a
-fixed schedule's step time over the choice's, so above 1 the choice is faster; each step time is the slowest rank's.
+`token_slices.py`). The planner chooses freely, and once for each fixed schedule with that one pinned (microbatches,
+recomputation and cuts its own); plans that do not fit are left out. Four real processes then run every plan's own lanes
+over gloo: a small model with as many layers does real arithmetic and real messages, and every action sleeps until the
+emulated device would be done (`paced_links.py`), by the plan's own cost table, scaled so that a step takes about a
+second. The plans take turns, in changing order; a ratio is a fixed schedule's step time over the choice's, so above 1
+the choice is faster; each step time is the slowest rank's.
 
     python benchmarks/memory_trade.py [--quick] [--json PATH]
 """
