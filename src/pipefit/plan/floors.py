@@ -101,7 +101,7 @@ class Floors:
 
     def panel(self, panel: Panel) -> PanelFloor:
         """The floor of all its candidates."""
-        key = (id(panel.counts), id(panel.runs), panel.recompute)
+        key = (id(panel.counts), id(panel.runs), panel.recompute, panel.slices)
         if panel.pattern is None:
             return self._panel(panel)
         if key not in self._panels:

@@ -162,7 +162,7 @@ class _Search:
         plain = self.whole(space)
         parts = [[one for one in plain if facts_of(one.names[0]).fused == fused] for fused in (False, True)]
         parts = [part for part in parts if part]
-        bounds = [self.explore(part, patient=part is parts[-1]) for part in parts]
+        bounds = [self.explore(part, BUDGET, patient=part is parts[-1]) for part in parts]
         sliced = self.sliced(space)
         considered = sum(panel.candidates for panel in (*plain, *sliced))
         if considered == 1:
@@ -199,7 +199,7 @@ class _Search:
         return [one for one in made if one is not None]
 
     def explore(
-        self, space: Sequence[Panel], budget: float = BUDGET, more: float = 0.0, patient: bool = True
+        self, space: Sequence[Panel], budget: float, more: float = 0.0, patient: bool = True
     ) -> tuple[float, float]:
         """Look at these until none that is left can win, or the budget is spent: (least bound, least bound left). Each
         time that something faster is found, there is at least `more` to spend. Who is `patient` goes beyond the budget
