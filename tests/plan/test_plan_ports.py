@@ -124,7 +124,14 @@ def test_a_bound_that_replicas_at_their_own_pace_beat_is_not_told() -> None:
         replace(host, kind=kind) for host, kind in zip(plain.hosts, ("fast", "slow", "slow", "fast"), strict=True)
     )
     cluster = replace(plain, kinds=kinds, hosts=hosts)
-    pins = {"stages": 2, "replicas": (1, 1), "microbatches": 1, "schedule": "1f1b", "mapping": (0, 1, 2, 3), "slices": 1}
+    pins = {
+        "stages": 2,
+        "replicas": (1, 1),
+        "microbatches": 1,
+        "schedule": "1f1b",
+        "mapping": (0, 1, 2, 3),
+        "slices": 1,
+    }
     plan = make_plan(toy_model(12), cluster, Job(batch=512, sequence=4096, precision="float32"), pins)
     assert plan.prediction is not None
     bound_s = search(Workbench(toy_model(12), cluster), plan.job, pins).lower_bound_s
