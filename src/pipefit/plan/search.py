@@ -63,6 +63,10 @@ DEVICE for each device of a cost table. Only large clusters come near it, with f
 SLICED = 40_000
 """Work spent on what cuts sequences, and again each time that it finds something faster: the best guess comes first."""
 
+FEW = 256
+"""With more devices than these less is spent on slices, in proportion: every look costs more, and slices gain where
+pipelines have few sequences."""
+
 MANY_DEVICES = 2048
 """For every so many devices a search may spend its budgets once more: a look costs more there."""
 
@@ -144,6 +148,8 @@ class _Search:
         self.slicer = Slicer(bench.cutter, job, pins)
         self.floors = Floors(bench.cutter, job, self.slicer)
         self.share = max(MIXED if bench.cutter.fleet.mixed else 1.0, bench.network.devices / MANY_DEVICES)
+        self.few = min(1.0, FEW / bench.network.devices)
+        "The part of what is spent on slices that is spent on so many devices."
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
@@ -169,7 +175,8 @@ class _Search:
             check_decisions(
                 (*plain, *sliced)[0].decisions(0), self.job, len(self.bench.module.layers), self.bench.network.devices
             )
-        bounds += [self.explore(sliced, SLICED, SLICED)] if sliced else []
+        budget = SLICED * self.few / self.share
+        bounds += [self.explore(sliced, budget, budget)] if sliced else []
         self._rearrange()
         self._runners_up()
         if self.refused and not self.fitting and not self.misfits and not self.unfit:
@@ -194,7 +201,7 @@ class _Search:
         """What cuts them and may be faster than what was found."""
         hope = Hope(self.floors, self.fitting[0].step_s) if self.fitting else None
         free = hope is not None and self.pins.get("slices") is None
-        kept = most_promising(space, hope) if hope is not None and free else space
+        kept = most_promising(space, hope, self.few) if hope is not None and free else space
         made = (sliced(panel, self.job, families_only(self.pins), self.slicer, hope) for panel in kept)
         return [one for one in made if one is not None]
 

@@ -26,8 +26,8 @@ CHEAPER = 0.9
 """What a sequence in slices takes at least of its time in one, for leaving candidates out before their slices are
 costed: a kernel that computes what a causal mask hides saves some of it by slices."""
 
-PANELS = 192
-"""Panels of which candidates with slices are made: on large clusters there are thousands."""
+PANELS, LEAST_PANELS = 192, 12
+"""Panels of which candidates with slices are made, and on the largest clusters: there are thousands."""
 
 SOME = 8
 """Slices that are assumed where panels are ranked."""
@@ -47,10 +47,11 @@ class Hope:
     best_s: float
 
 
-def most_promising(space: Sequence[Panel], hope: Hope) -> list[Panel]:
-    """The PANELS panels whose best candidate is likely the fastest with slices, in the order of the space."""
+def most_promising(space: Sequence[Panel], hope: Hope, part: float = 1.0) -> list[Panel]:
+    """The panels whose best candidate is likely the fastest with slices, this part of PANELS, in the order of the
+    space."""
     guessed = [(_likely_s(panel, hope), place) for place, panel in enumerate(space)]
-    kept = sorted(each for each in guessed if each[0] <= hope.best_s)[:PANELS]
+    kept = sorted(each for each in guessed if each[0] <= hope.best_s)[: max(LEAST_PANELS, int(part * PANELS))]
     return [space[place] for _, place in sorted(kept, key=lambda each: each[1])]
 
 
