@@ -63,7 +63,7 @@ DEVICE for each device of a cost table. Only large clusters come near it, with f
 SLICED = 40_000
 """Work spent on what cuts sequences, and again each time that it finds something faster: the best guess comes first."""
 
-FEW = 256
+FEW = 128
 """With more devices than these less is spent on slices, in proportion: every look costs more, and slices gain where
 pipelines have few sequences."""
 
