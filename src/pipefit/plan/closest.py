@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from pipefit.plan.bounds import flights
 from pipefit.plan.cut import Cut, Cutter
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.outcome import Misfit
 from pipefit.plan.types import Job
 
 
@@ -33,6 +35,12 @@ def closest(cutter: Cutter, job: Job, choices: Iterable[Decisions]) -> tuple[int
 def missing_bytes(cut: Cut) -> float:
     """What the fullest lane of a cut needs at least beyond its memory; below zero where it has some left."""
     return cut.floor_bytes[cut.fullest] - cut.limit_bytes[cut.fullest]
+
+
+def misfit_of(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:
+    """A candidate that does not fit, with what the fullest lane of this cut of it needs."""
+    lane = cut.fullest
+    return Misfit(replace(decisions, cuts=cut.cuts), bound_s, *cut.needs[lane], lane)
 
 
 def least_missing_bytes(cutter: Cutter, job: Job, decisions: Decisions) -> float:

@@ -28,7 +28,7 @@ from pipefit.plan.bounds import chain_bound_s, facts_of
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate, Queue, leanest_first
 from pipefit.plan.check_slices import check_sliceable, document_obstacles
-from pipefit.plan.closest import closest, least_missing_bytes
+from pipefit.plan.closest import closest, least_missing_bytes, misfit_of
 from pipefit.plan.cut import Cut
 from pipefit.plan.cut_rows import Need, scaled
 from pipefit.plan.decisions import Decisions, check_decisions
@@ -64,8 +64,7 @@ SLICED = 40_000
 """Work spent on what cuts sequences, and again each time that it finds something faster: the best guess comes first."""
 
 FEW = 128
-"""With more devices than these less is spent on slices, in proportion: every look costs more, and slices gain where
-pipelines have few sequences."""
+"""With more devices than these less is spent on slices, in proportion: every look costs more."""
 
 MANY_DEVICES = 2048
 """For every so many devices a search may spend its budgets once more: a look costs more there."""
@@ -149,7 +148,6 @@ class _Search:
         self.floors = Floors(bench.cutter, job, self.slicer)
         self.share = max(MIXED if bench.cutter.fleet.mixed else 1.0, bench.network.devices / MANY_DEVICES)
         self.few = min(1.0, FEW / bench.network.devices)
-        "The part of what is spent on slices that is spent on so many devices."
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
@@ -316,7 +314,7 @@ class _Search:
             found = closest(cutter, self.job, [decisions for _, _, decisions in known])
             if found is not None:
                 bound_s, _, decisions = known[found[0]]
-                yield _misfit(bound_s, decisions, found[1])
+                yield misfit_of(bound_s, decisions, found[1])
             return
         leanest: dict[tuple[int, int], tuple[float, float, Decisions]] = {}
         for bound_s, _, decisions in heapq.nsmallest(64 * MISFITS, self.unfit):
@@ -325,7 +323,7 @@ class _Search:
             if grid not in leanest or need < leanest[grid][0]:
                 leanest[grid] = (need, bound_s, decisions)
         for _, bound_s, decisions in list(leanest.values())[:MISFITS]:
-            yield _misfit(bound_s, decisions, cutter.cut(self.job, decisions) or cutter.leanest(self.job, decisions))
+            yield misfit_of(bound_s, decisions, cutter.cut(self.job, decisions) or cutter.leanest(self.job, decisions))
 
     def _unseen(self) -> Iterator[tuple[float, int, Decisions]]:
         """What was not looked at, with a bound."""
@@ -426,11 +424,6 @@ class _Search:
         lane = max(range(len(needs)), key=lambda lane: needs[lane][0] / needs[lane][1])
         self.misfits.append(Misfit(decisions, bound_s, *needs[lane], lane))
         return None
-
-
-def _misfit(bound_s: float, decisions: Decisions, cut: Cut) -> Misfit:
-    lane = cut.fullest
-    return Misfit(replace(decisions, cuts=cut.cuts), bound_s, *cut.needs[lane], lane)
 
 
 def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
