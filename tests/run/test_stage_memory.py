@@ -78,3 +78,19 @@ def test_the_worst_moment_of_every_action(recompute, dtype, back):
     assert forward.peak_bytes == pytest.approx(memory.saved_bytes + memory.passing["F"] - x.nbytes, abs=small)
     loose = 0.05 * held if (recompute, back) == ("selective", "I") else 0.0
     assert backward.peak_bytes == pytest.approx(expected, abs=small + loose)
+
+
+def test_what_an_earlier_audit_made_does_not_count_when_it_goes() -> None:
+    """The allocator remembers addresses of an earlier audit: what lies there since is not this audit's to release."""
+    with AllocationAudit():
+        first = [torch.ones(1000) for _ in range(64)]
+    places = {tensor.data_ptr() for tensor in first}
+    del first
+    later = [torch.ones(900) for _ in range(256)]
+    there = [tensor for tensor in later if tensor.data_ptr() in places]
+    assert there, "no address came again, so that this test shows nothing"
+    del later
+    with AllocationAudit() as audit:
+        there.clear()
+        kept = torch.ones(500)
+    assert (audit.peak_bytes, audit.after_bytes) == (kept.nbytes, kept.nbytes)

@@ -10,7 +10,7 @@ operators. So the peak of a whole step can be compared with the simulator's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,9 @@ class AllocationAudit:
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
-        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        memory = _own_changes(results.experimental_event_tree())
+        events = results.events()
         marks = sorted(
             (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()[len(_PREFIX) :])
             for e in events
@@ -112,6 +113,29 @@ class AllocationAudit:
 
 
 _PREFIX = "pipefit: "
+
+
+def _own_changes(roots: Iterable[Any]) -> list[tuple[int, int]]:
+    """(when in ns, bytes) of every allocation and of the releases of those, in order of time.
+
+    The allocator remembers addresses of an earlier audit that were released after it, and reports the release of
+    whatever got such an address since: a release is counted only where its allocation was.
+    """
+    events, found = list(roots), []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    alive: dict[int, int] = {}
+    changes = []
+    for time_ns, address, size in sorted(found, key=lambda change: change[0]):
+        if size > 0:
+            alive[address] = size
+            changes.append((time_ns, size))
+        elif address in alive:
+            changes.append((time_ns, -alive.pop(address)))
+    return changes
 
 
 def _is_plain(leaf: Any) -> bool:
