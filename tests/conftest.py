@@ -1,13 +1,16 @@
-"""For all tests: property tests have no deadline, because a busy machine is not a failure; and the command line."""
+"""For all tests: one thread, so that measured bytes do not depend on the machine's cores; property tests have no
+deadline, because a busy machine is not a failure; and the command line."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("pipefit", deadline=None)
 settings.load_profile("pipefit")
 
