@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,11 @@ class OpCase:
 
     @property
     def id(self) -> str:
-        extra = "-".join(f"{k}={v}" for k, v in self.attributes.items() if k not in ("shape", "dims", "scaling"))
+        extra = "-".join(
+            f"{k}={v}"
+            for k, v in self.attributes.items()
+            if k not in ("shape", "dims", "scaling", "arguments", "keywords")
+        )
         return f"{self.kind}-{extra}" if extra else self.kind
 
     def graph(self) -> Graph:
@@ -174,6 +179,30 @@ def _gelu(x: Any) -> Any:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
+def _conv(attributes: Mapping[str, Any]) -> Callable[..., Any]:
+    """One tap of the kernel at a time."""
+
+    def plain(x: Any, weight: Any, bias: Any) -> Any:
+        groups, spatial = attributes["groups"], x.dim() - 2
+        edges = [side for padding in reversed(attributes["padding"]) for side in (padding, padding)]
+        x = torch.nn.functional.pad(x, edges).unflatten(1, (groups, -1))
+        weight = weight.unflatten(0, (groups, -1))
+        total: Any = 0
+        for place in itertools.product(*map(range, weight.shape[3:])):
+            part = x
+            for dim in range(spatial):
+                step, gap = attributes["stride"][dim], attributes["dilation"][dim]
+                count = (x.shape[3 + dim] - gap * (weight.shape[3 + dim] - 1) - 1) // step + 1
+                part = part.narrow(3 + dim, place[dim] * gap, (count - 1) * step + 1)
+                part = part.index_select(3 + dim, torch.arange(0, (count - 1) * step + 1, step))
+            tap = weight[(slice(None),) * 3 + place]
+            total = total + torch.einsum("bgi...,goi->bgo...", part, tap)
+        total = total.flatten(1, 2)
+        return total if bias is None else total + bias.view(-1, *[1] * spatial)
+
+    return plain
+
+
 X = ("B", "T", 10)
 _HEADS = {"q": ("B", "T", 6, 4), "k": ("B", "T", 3, 4), "v": ("B", "T", 3, 4)}
 _EXPERTS = {"x": X, "router": (5, 10), "gate_up": (5, 16, 10), "down": (5, 10, 8)}
@@ -193,6 +222,26 @@ def _moe_case(top: int, normalize: bool, activation: str) -> OpCase:
     attributes = {"experts": 5, "top_k": top, "normalize": normalize, "activation": activation}
     plain = _moe(top, normalize, _gelu if activation == "gelu" else lambda x: x * torch.sigmoid(x))
     return OpCase("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
+
+
+def _conv_case(inputs: dict[str, Any], **attributes: Any) -> OpCase:
+    attributes.setdefault("groups", 1)
+    parameters = frozenset(name for name in ("w", "b") if inputs[name] is not None)
+    return OpCase("conv", inputs, _conv(attributes), attributes, parameters)
+
+
+def _aten_case(
+    target: str, plain: Callable[..., Any], *arguments: Any, shape: Any = None, result: Any = None
+) -> OpCase:
+    attributes = {
+        "target": f"aten.{target}",
+        "arguments": [{"input": 0}, *arguments],
+        "keywords": {},
+        "result": result,
+        "shape": list(X) if shape is None else shape,
+        "dtype": "compute",
+    }
+    return OpCase("aten", {"x": X}, plain, attributes)
 
 
 def _unary(kind: str, plain: Callable[[Any], Any], **attributes: Any) -> OpCase:
@@ -262,4 +311,67 @@ CASES: list[OpCase] = [
     _unary("transpose", lambda x: torch.einsum("bti->tib", x), dims=[1, 2, 0]),
     _unary("slice", lambda x: x[..., 2:7], dim=2, start=2, stop=7),
     OpCase("concat", {"a": X, "b": ("B", "T", 3)}, lambda a, b: torch.cat((a, b), 2), {"dim": 2}),
+    OpCase("expand", {"x": ("B", 1, 10)}, lambda x: torch.cat([x] * TOKENS, 1), {"shape": ["B", "T", 10]}),
+    OpCase(
+        "expand",
+        {"x": (1, 3, 4)},
+        lambda x: torch.stack([x[0]] * ROWS),
+        {"shape": ["B", 3, 4]},
+        parameters=frozenset("x"),
+    ),
+    OpCase("sum", {"x": X}, lambda x: torch.einsum("bti->bi", x), {"dims": [1], "keepdim": False}),
+    OpCase("sum", {"x": X}, lambda x: x @ torch.ones(10, 1).double(), {"dims": [2], "keepdim": True}),
+    OpCase("sum", {"x": X}, lambda x: torch.einsum("bti->", x), {"dims": [0, 1, 2], "keepdim": False}),
+    OpCase(
+        "einsum",
+        {"a": ("B", "T", 5), "b": ("B", "T", 3, 4)},
+        lambda a, b: (a[:, :, None, None, :] * b[..., None]).sum(1).permute(0, 3, 1, 2),
+        {"equation": "bsd,bsec->bdec"},
+    ),
+    OpCase(
+        "einsum",
+        {"a": ("B", "T", 5), "w": (4, 5, 3)},
+        lambda a, w: torch.stack([a @ one for one in w], 2),
+        {"equation": "btd,edf->btef"},
+        parameters=frozenset("w"),
+    ),
+    OpCase("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
+    _conv_case({"x": ("B", 4, 7, 6), "w": (5, 4, 3, 2), "b": (5,)}, stride=[2, 1], padding=[1, 0], dilation=[1, 2]),
+    _conv_case({"x": ("B", 4, 7), "w": (5, 4, 3), "b": None}, stride=[1], padding=[2], dilation=[1]),
+    _conv_case(
+        {"x": ("B", 6, 5, 5), "w": (9, 2, 3, 3), "b": (9,)}, stride=[1, 1], padding=[0, 0], dilation=[1, 1], groups=3
+    ),
+    _aten_case(
+        "cumsum.default", lambda x: torch.einsum("bti,ts->bsi", x, torch.ones(TOKENS, TOKENS).triu().double()), 1
+    ),
+    _aten_case("sin.default", lambda x: torch.cos(x - math.pi / 2)),
+    _aten_case("logsumexp.default", lambda x: x.exp().sum(2, keepdim=True).log(), [2], True, shape=["B", "T", 1]),
+    _aten_case("topk.default", lambda x: x.sort(-1, descending=True).values[..., :3], 3, shape=["B", "T", 3], result=0),
+    _aten_case("roll.default", lambda x: torch.cat((x[:, -1:], x[:, :-1]), 1), [1], [1]),
+    OpCase(
+        "aten",
+        {"x": ("B", 3, 4, 4)},
+        lambda x: x.unfold(2, 2, 2).unfold(3, 2, 2).amax((-1, -2)),
+        {
+            "target": "aten.max_pool2d.default",
+            "arguments": [{"input": 0}, [2, 2], [2, 2]],
+            "keywords": {},
+            "result": None,
+            "shape": ["B", 3, 2, 2],
+            "dtype": "compute",
+        },
+    ),
+    OpCase(
+        "aten",
+        {"a": X, "b": ("B", 1, 10)},
+        lambda a, b: a * (a > b) + b * (a <= b),
+        {
+            "target": "aten.maximum.default",
+            "arguments": [{"input": 0}, {"input": 1}],
+            "keywords": {},
+            "result": None,
+            "shape": list(X),
+            "dtype": "compute",
+        },
+    ),
 ]

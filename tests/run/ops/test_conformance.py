@@ -16,7 +16,9 @@ from pipefit.run.stage import StageLayer, StageProgram
 
 ELSEWHERE = {
     "opaque": "test_opaque.py",
+    "constant": "test_constant.py",
     "all_gather": "test_collectives.py",
+    "all_to_all": "test_collectives.py",
     "reduce_scatter": "test_collectives.py",
     "all_reduce": "test_collectives.py",
     "shard_slice": "test_collectives.py",

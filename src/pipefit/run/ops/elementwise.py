@@ -40,11 +40,14 @@ def build_softmax(operator: Operator, context: Context) -> Step:
 
 
 def build_cast(operator: Operator, context: Context) -> Step:
-    name = operator.attributes["dtype"]
-    dtype = context.dtype if name == "compute" else getattr(torch, name)
-    if dtype == torch.float32 and context.dtype == torch.float64:
-        dtype = torch.float64
+    dtype = type_of(operator.attributes["dtype"], context)
     return Step(lambda x: x.to(dtype))
+
+
+def type_of(name: str, context: Context) -> torch.dtype:
+    """The torch dtype of a graph's number type: `float32` is float32 or wider."""
+    dtype: torch.dtype = context.dtype if name == "compute" else getattr(torch, name)
+    return torch.float64 if dtype == torch.float32 and context.dtype == torch.float64 else dtype
 
 
 BUILDERS = {

@@ -1,0 +1,64 @@
+"""conv(x, weight, bias?): a convolution over the dimensions behind rows and channels (cross-correlation, as PyTorch).
+
+x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,) -> (B, O, spatial...). Keeps x; a pending W holds x and
+the gradient of the output. FLOPs: 2 x outputs x I/groups x kernel, as FlopCounterMode counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.model.ops.kind import Call, Flops, OperatorKind
+
+
+def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    x, weight = inputs[0], inputs[1]
+    assert x is not None and weight is not None
+    spatial = [
+        (int(size) + 2 * padding - dilation * (int(kernel) - 1) - 1) // stride + 1
+        for size, kernel, stride, padding, dilation in zip(
+            x[2:],
+            weight[2:],
+            attributes["stride"],
+            attributes["padding"],
+            attributes["dilation"],
+            strict=True,
+        )
+    ]
+    return ((x[0], weight[0], *spatial),)
+
+
+def _flops(call: Call) -> Flops:
+    weight = call.inputs[1]
+    assert weight is not None
+    product = 2 * math.prod(call.outputs[0]) * math.prod(weight[1:])
+    return Flops(product, product, product)
+
+
+def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+    return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="conv",
+        summary="Convolution over all dimensions behind rows and channels; weight is (out, in / groups, kernel...).",
+        inputs=("x", "weight", "bias?"),
+        attributes={
+            "stride": "one number a spatial dimension",
+            "padding": "zeros on both sides, one number a spatial dimension",
+            "dilation": "one number a spatial dimension",
+            "groups": "channels are convolved in so many separate groups",
+        },
+        shapes=_shapes,
+        flops=_flops,
+        saves=_saves,
+        pending_values=(0,),
+        pending_gradients=True,
+        boundary=True,
+        heavy=True,
+    ),
+)

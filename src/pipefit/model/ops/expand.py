@@ -1,0 +1,25 @@
+"""expand(x): dimensions of one repeated to a larger shape, as torch.expand does it: a view. Keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.model.graph import Shape
+from pipefit.model.ops.kind import OperatorKind
+
+
+def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    return (tuple(attributes["shape"]),)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="expand",
+        summary="x repeated along new dimensions in front and along dimensions of one, without a copy.",
+        inputs=("x",),
+        attributes={"shape": "list of sizes"},
+        shapes=_shapes,
+        view=True,
+    ),
+)

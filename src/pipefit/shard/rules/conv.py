@@ -1,0 +1,43 @@
+"""conv: by rows, by output channels, by input channels (-> P); with groups by rows, and by groups of both.
+
+Spatial dimensions stay whole: parts of an image would need their neighbours' edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.shard.rules import Cut, Labelled, Labels
+
+
+def conv(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+    x, weight, bias = inputs
+    assert x is not None and weight is not None
+    groups = int(operator.attributes["groups"])
+    kernel: Labels = (None,) * (len(x) - 2)
+    into, out = ("in", "out") if groups == 1 else ("groups", "groups")
+    return Labelled(
+        inputs=(
+            ("d0", into, *kernel),
+            (out, "in" if groups == 1 else None, *kernel),
+            None if bias is None else (out,),
+        ),
+        outputs=(("d0", out, *kernel),),
+        units={} if groups == 1 else {"groups": groups},
+        once=(2,),
+        linear=((0,),) if bias is None else (),
+        local=None if groups == 1 else fewer_groups,
+    )
+
+
+def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    """The groups of this device's channels."""
+    if cut.dim != 1:
+        return attributes
+    assert isinstance(cut.total, int) and isinstance(shape[1], int)
+    return {**attributes, "groups": attributes["groups"] * shape[1] // cut.total}
+
+
+RULES = {"conv": conv}

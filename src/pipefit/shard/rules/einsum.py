@@ -1,0 +1,21 @@
+"""einsum: by every letter; one that the result lacks gives a partial sum. Linear in each operand."""
+
+from __future__ import annotations
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.model.ops.einsum import labels
+from pipefit.shard.rules import Labelled
+
+
+def einsum(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+    operands, result = labels(operator.attributes)
+    letters = [None if shape is None else tuple(each) for each, shape in zip([*operands, ""], inputs, strict=False)]
+    return Labelled(
+        inputs=tuple(letters),
+        outputs=(tuple(result),),
+        units={},
+        linear=tuple((place,) for place, shape in enumerate(inputs) if shape is not None),
+    )
+
+
+RULES = {"einsum": einsum}
