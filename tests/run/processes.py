@@ -15,17 +15,17 @@ _GROUPS: dict[int, Any] = {}
 
 
 def run_processes(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
-    """[function(group, rank, *arguments) of every rank]; at most 3 of them. Raises what a rank raised, as text."""
+    """[function(group, rank, *arguments) of every rank]; at most 4 of them. Raises what a rank raised, as text."""
     if not _POOLS or not _POOLS[-1].alive:
-        _POOLS.append(Pool(3))
+        _POOLS.append(Pool(4))
         atexit.register(_POOLS[-1].close)
-        _POOLS[-1].run(_make_groups, ranks=3)
+        _POOLS[-1].run(_make_groups, ranks=4)
     return _POOLS[-1].run(_enter, function, count, arguments, ranks=count)
 
 
 def _make_groups() -> None:
     """All ranks make all groups, in one order: a rank that missed one would wait for ever at the next."""
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 4):
         _GROUPS[count] = dist.new_group(list(range(count)))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipefit.errors import PipefitError
+
 Channel = tuple[Any, int, int]
 """(process group, the peer's rank in it, tag)."""
 
@@ -78,11 +80,33 @@ def backend_for(device: torch.device) -> str:
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: Any) -> Any:
     """The sum over the group of `flat`, each rank its own even part, started; `output` may be that part of `flat`."""
+    require_even(flat, output, group)
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
     return call(output, flat, group=group, async_op=True)
 
 
 def all_gather(flat: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
     """Everyone's even part into `flat`, started; `part` may be this rank's part of `flat`."""
+    require_even(flat, part, group)
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return call(flat, part, group=group, async_op=True)
+
+
+def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any) -> Any:
+    """`sent[i]` to rank i of the group, whose `sent[own rank]` becomes `received[i]`, started."""
+    require_even(received, sent[0], group)
+    require_even(sent, received[0], group)
+    return dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+
+def require_even(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """Refuse what an even collective cannot take: unequal parts would hang, or end another rank."""
+    size = dist.get_world_size(group)
+    if whole.numel() != size * part.numel():
+        raise PipefitError(
+            "Uneven parts reached a collective that takes even ones only.",
+            where=f"a group of {size} ranks",
+            seen=f"{part.numel()} of {whole.numel()} elements",
+            allowed=f"a whole of {size} equal parts",
+            next_step="report this: a shard program pads or lowers uneven parts (run/shard_parts.py)",
+        )

@@ -1,7 +1,8 @@
-"""all_gather, reduce_scatter, all_reduce, shard_slice: the operators that a shard program puts between others.
+"""all_gather, reduce_scatter, all_to_all, all_reduce, shard_slice: what a shard program puts between other operators.
 
-Their attribute `size` is the size on this device afterwards; only that of all_gather is read, because it alone
-cannot be seen from the input. `units` says that the dimension is cut in fewer units than it is long (heads).
+Their attribute `size` is the size on this device afterwards; only that of all_gather, and the `whole` of all_to_all,
+is read, because it alone cannot be seen from the input. `units` says that the dimension is cut in fewer units than it
+is long (heads), `lowering` how uneven parts are moved, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -11,25 +12,40 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
+from pipefit.model.ops.exchange import lowering_of
 from pipefit.run import shard_comm
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.shape import late_size
+from pipefit.run.shard_parts import ShardContext
 from pipefit.run.stage_record import Record
 
 
 def build_all_gather(operator: Operator, context: Context) -> Step:
     dim, units, shard = _reading(operator, context)
-    total = late_size(operator.attributes["size"])
+    total, how = late_size(operator.attributes["size"]), lowering_of(operator)
 
     def all_gather(record: Record, x: torch.Tensor) -> Any:
-        return shard_comm.AllGather.apply(x, shard.runs(total(record), units), dim, shard)
+        return shard_comm.AllGather.apply(x, shard.runs(total(record), units), dim, shard, how)
 
     return Step(all_gather, wants_record=True)
 
 
 def build_reduce_scatter(operator: Operator, context: Context) -> Step:
     dim, units, shard = _reading(operator, context)
-    return Step(lambda x: shard_comm.ReduceScatter.apply(x, shard.runs(x.shape[dim], units), dim, shard))
+    how = lowering_of(operator)
+    return Step(lambda x: shard_comm.ReduceScatter.apply(x, shard.runs(x.shape[dim], units), dim, shard, how))
+
+
+def build_all_to_all(operator: Operator, context: Context) -> Step:
+    dim, units, shard = _reading(operator, context)
+    how, old, old_units = lowering_of(operator), int(operator.attributes["from"]), operator.attributes["from_units"]
+    total = late_size(operator.attributes["whole"])
+
+    def all_to_all(record: Record, x: torch.Tensor) -> Any:
+        cut, new = (shard.runs(total(record), old_units), old), (shard.runs(x.shape[dim], units), dim)
+        return shard_comm.AllToAll.apply(x, cut, new, shard, how)
+
+    return Step(all_to_all, wants_record=True)
 
 
 def build_all_reduce(operator: Operator, context: Context) -> Step:
@@ -42,7 +58,7 @@ def build_shard_slice(operator: Operator, context: Context) -> Step:
     return Step(lambda x: shard_comm.ShardSlice.apply(x, shard.runs(x.shape[dim], units)[shard.position], dim))
 
 
-def _reading(operator: Operator, context: Context) -> tuple[int, int, shard_comm.ShardContext]:
+def _reading(operator: Operator, context: Context) -> tuple[int, int, ShardContext]:
     assert context.shard is not None, "a collective in a stage without a shard axis"
     return int(operator.attributes["dim"]), int(operator.attributes.get("units", 0)), context.shard
 
@@ -50,6 +66,7 @@ def _reading(operator: Operator, context: Context) -> tuple[int, int, shard_comm
 BUILDERS = {
     "all_gather": build_all_gather,
     "reduce_scatter": build_reduce_scatter,
+    "all_to_all": build_all_to_all,
     "all_reduce": build_all_reduce,
     "shard_slice": build_shard_slice,
 }

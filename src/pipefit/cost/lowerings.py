@@ -1,0 +1,242 @@
+"""Three ways to lower a collective of uneven parts, each priced over the links of the very group.
+
+- `padded`: parts are padded to the longest, and the even collective runs (`cost/collectives.py`: rings).
+- `grouped`: one broadcast for every part, or one reduce for every part of a sum, of its own size. NCCL launches them
+  together and sends each part along the ring, so that a hop carries every part but one; gloo's broadcasts are binomial
+  trees, its reduces a ring and a gather to the root (gloo/broadcast.cc, gloo/reduce.cc).
+- `alltoallv`: everyone sends everyone what it needs, straight and all at once (gloo/alltoallv.cc; NCCL's point-to-point
+  pairs).
+
+A price is a straight line in the bytes; its slope is a sum over rounds of the busiest port's load, which is linear in
+the parts. So the same figures price a program for given parts and bound them in a linear program. Where `pipefit
+profile` measured an operation, its factors multiply latency and bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from pipefit.cost.collectives import all_gather_s, all_reduce_s, passes_backwards, reduce_scatter_s
+from pipefit.cost.network import Network, Port
+from pipefit.cost.types import Array
+
+Lowering = Literal["padded", "grouped", "alltoallv"]
+LOWERINGS: tuple[Lowering, ...] = ("padded", "grouped", "alltoallv")
+"""In the order in which equal prices are taken."""
+
+EVEN: Mapping[str, Callable[[Network, Sequence[Sequence[int]], float], float]] = {
+    "all_gather": all_gather_s,
+    "reduce_scatter": reduce_scatter_s,
+    "all_reduce": all_reduce_s,
+}
+"""Collectives of even parts, and all-reduce, which has no parts."""
+
+BACKWARD: Mapping[str, str] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+}
+"""What a collective of the forward pass does in the backward pass."""
+
+GROUPED_OVER_EVEN: Mapping[tuple[str, bool], float] = {
+    ("all_gather", True): 9.46 / 9.15,
+    ("all_gather", False): 0.815 / 0.550,
+    ("reduce_scatter", True): 9.74 / 8.76,
+    ("reduce_scatter", False): 0.876 / 0.512,
+}
+"""(operation, inside a host) -> how much longer NCCL's grouped calls take than the even kernel for the same bytes:
+bandwidths in GB/s that HAP's authors measured on one host and between hosts at 10.4 Gbit/s (profiled constants in
+their released code). Only for clusters where grouped calls were not measured."""
+
+GROUPED: Mapping[str, str] = {"all_gather": "broadcasts", "reduce_scatter": "reduces"}
+"""What `pipefit profile` calls the grouped calls."""
+
+Message = tuple[int, int, int]
+"""(source, target, the position whose part it carries)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What the ports of a group carry, in parts of the whole tensor."""
+
+    loads: tuple[Array, ...]
+    "Of every round: [port, position], or [port, position, position] where two cuts meet (all-to-all): s per byte."
+
+    def s_per_byte(self, *parts: Sequence[float]) -> float:
+        """Seconds for a byte of the whole tensor, with these parts (fractions by position; two lists for two cuts)."""
+        total = 0.0
+        for each in self.loads:
+            load = each @ np.asarray(parts[-1])
+            if load.ndim > 1:
+                load = load @ np.asarray(parts[0])
+            total += float(load.max(initial=0.0))
+        return total
+
+    def tangents(self, count: int) -> list[tuple[Array, float]]:
+        """[(load, constant)] of every round, [port, position]: straight lines in the parts that are equal to the loads
+        of one cut, and touch those of two at even parts."""
+        found = []
+        for each in self.loads:
+            if each.ndim == 2:
+                found.append((each, 0.0))
+            else:
+                lines = (each.sum(axis=1) + each.sum(axis=2)) / count
+                found.append((lines, -float(each.sum(axis=(1, 2)).max(initial=0.0)) / count**2))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """One lowering of one collective of a tensor."""
+
+    name: Lowering
+    constant_s: float
+    bytes: float
+    "Of the whole tensor."
+    rounds: Rounds
+
+    def seconds(self, *parts: Sequence[float]) -> float:
+        """With these parts: fractions by position, two lists for two cuts."""
+        return self.constant_s + self.bytes * self.rounds.s_per_byte(*parts)
+
+
+class Lowerings:
+    """The lowerings of collectives over groups that do the same at the same time; loads are worked out once."""
+
+    def __init__(self, network: Network, rings: Sequence[Sequence[int]]) -> None:
+        self.network, self.rings = network, tuple(tuple(ring) for ring in rings)
+        self.size = len(self.rings[0])
+        self._known: dict[tuple[str, Lowering], tuple[float, Rounds]] = {}
+
+    def of(self, operation: str, total_bytes: float) -> tuple[Lowered, ...]:
+        """All lowerings of all_gather, reduce_scatter or all_to_all of a tensor that has so many bytes in all."""
+        return tuple(self.one(operation, name, total_bytes) for name in LOWERINGS)
+
+    def one(self, operation: str, name: Lowering, total_bytes: float) -> Lowered:
+        """One of them."""
+        if name == "padded" and operation != "all_to_all":
+            one, two = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
+            slope = (two - one) / total_bytes if total_bytes else 0.0
+            return Lowered(name, 2 * one - two, total_bytes, Rounds((slope * self.size * np.eye(self.size),)))
+        key = operation, name
+        if key not in self._known:
+            self._known[key] = self._unit(operation, name)
+        return Lowered(name, self._known[key][0], total_bytes, self._known[key][1])
+
+    def seconds(self, operation: str, name: str, total_bytes: float, *parts: Sequence[float]) -> float:
+        """What one of them takes with these parts; all_reduce has none."""
+        if operation == "all_reduce":
+            return all_reduce_s(self.network, self.rings, total_bytes)
+        assert name in LOWERINGS, f"no lowering {name!r}"
+        return self.one(operation, name, total_bytes).seconds(*parts)
+
+    def _unit(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
+        if operation == "all_to_all":
+            return self._exchange() if name != "grouped" else self._gathered()
+        if name == "grouped":
+            return self._gloo_groups(operation) if self.network.over_gloo else self._ring_groups(operation)
+        latency, per_byte = self._factors("all_to_all")
+        messages = [
+            (i, j, i if operation == "all_gather" else j) for i in range(self.size) for j in range(self.size) if i != j
+        ]
+        steps = (self.size - 1) * latency * self._latency_s(messages)
+        return steps, Rounds((per_byte * self._loads(messages),))
+
+    def _exchange(self) -> tuple[float, Rounds]:
+        """All-to-all between two cuts: the part of one, of the part of the other."""
+        latency, per_byte = self._factors("all_to_all")
+        pairs = [(i, j) for i in range(self.size) for j in range(self.size) if i != j]
+        load: dict[Port, Array] = defaultdict(lambda: np.zeros((self.size, self.size)))
+        for i, j in pairs:
+            for port, seconds in self._ports(i, j):
+                load[port][i, j] += seconds
+        steps = (self.size - 1) * latency * self._latency_s([(i, j, i) for i, j in pairs])
+        return steps, Rounds((per_byte * _stack(load.values(), (self.size, self.size)),))
+
+    def _gathered(self) -> tuple[float, Rounds]:
+        """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
+        constant, rounds = self._unit("all_gather", "grouped")
+        return constant, Rounds(tuple(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
+
+    def _ring_groups(self, operation: str) -> tuple[float, Rounds]:
+        """NCCL: every part goes along the ring to its last member, all parts at once; a hop carries all but one."""
+        measured = self._measured(GROUPED[operation])
+        even = GROUPED_OVER_EVEN[operation, self.network.inside(self.rings)]
+        latency, per_byte = self._factors(GROUPED[operation]) if measured else (1.0, even)
+        order = sorted(range(self.size), key=lambda position: self.rings[0][position])
+        hops = list(zip(order, (*order[1:], order[0]), strict=True))
+        messages = [
+            (a, b, part)
+            for a, b in hops
+            for part in range(self.size)
+            if part != (b if operation == "all_gather" else a)
+        ]
+        steps = (self.size - 1) * latency * self._latency_s(messages)
+        return steps, Rounds((per_byte * self._loads(messages),))
+
+    def _gloo_groups(self, operation: str) -> tuple[float, Rounds]:
+        """gloo: one tree, or ring with a gather, after the other; each is as slow as its rounds are."""
+        latency, per_byte = self._factors(GROUPED[operation])
+        constant, loads = 0.0, []
+        for root in range(self.size):
+            for messages, share in _tree(self.size, root) if operation == "all_gather" else self._reduce(root):
+                constant += latency * self._latency_s(messages)
+                loads.append(share * per_byte * self._loads(messages))
+        return constant, Rounds(tuple(loads))
+
+    def _reduce(self, root: int) -> list[tuple[list[Message], float]]:
+        """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""
+        order = sorted(range(self.size), key=lambda position: self.rings[0][position])
+        if passes_backwards(self.network, "reduce_scatter"):
+            order.reverse()
+        ring = [(a, b, root) for a, b in zip(order, (*order[1:], order[0]), strict=True)]
+        gather = [(position, root, root) for position in range(self.size) if position != root]
+        return [(ring, 1.0 / self.size)] * (self.size - 1) + [(gather, 1.0 / self.size)]
+
+    def _factors(self, operation: str) -> tuple[float, float]:
+        return self.network.collective_factors(operation, self.network.inside(self.rings))
+
+    def _measured(self, operation: str) -> bool:
+        measured = self.network.cluster.measured
+        return measured is not None and any(curve.operation == operation for curve in measured.collectives)
+
+    def _latency_s(self, messages: Iterable[Message]) -> float:
+        return max(
+            (self.network.link(ring[i], ring[j]).latency_s for ring in self.rings for i, j, _ in messages), default=0.0
+        )
+
+    def _loads(self, messages: Iterable[Message]) -> Array:
+        """[port, position]: seconds that a byte of every position's part keeps a port busy."""
+        load: dict[Port, Array] = defaultdict(lambda: np.zeros(self.size))
+        for i, j, part in messages:
+            for port, seconds in self._ports(i, j):
+                load[port][part] += seconds
+        return _stack(load.values(), (self.size,))
+
+    def _ports(self, i: int, j: int) -> Iterable[tuple[Port, float]]:
+        for ring in self.rings:
+            link = self.network.link(ring[i], ring[j])
+            yield from self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s)
+
+
+def _tree(size: int, root: int) -> list[tuple[list[Message], float]]:
+    """The rounds of a binomial tree: in round i everyone who has the part sends it to the one 2^i further."""
+    rounds = []
+    reach = 1
+    while reach < size:
+        pairs = [(have, have + reach) for have in range(reach) if have + reach < size]
+        rounds.append(([((a + root) % size, (b + root) % size, root) for a, b in pairs], 1.0))
+        reach *= 2
+    return rounds
+
+
+def _stack(rows: Iterable[Array], shape: tuple[int, ...]) -> Array:
+    """Rows without those that are nowhere more than another one."""
+    found: dict[bytes, Array] = {row.tobytes(): row for row in rows}
+    return np.stack(list(found.values())) if found else np.zeros((0, *shape))
