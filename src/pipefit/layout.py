@@ -214,11 +214,15 @@ def moves(
 
     `I` at the sender: every receiver takes each element from exactly one holder, the one at its own position along
     that axis modulo the axis size, so that equal grids give plain point-to-point. `P` on both sides keeps partial
-    sums: it needs grids of equal size along that axis, and pairs equal positions. Moves from a device to itself are
-    included; the caller makes them a local hand-over. Ordered by target, then source.
+    sums: it needs grids of equal size along that axis, and pairs equal positions. What is no partial sum at the sender
+    and one at the receiver goes to position 0 of that axis only: zeros are the other addends. Moves from a device to
+    itself are included; the caller makes them a local hand-over. Ordered by target, then source.
     """
     result = []
+    single = _single_axes(source, sent, target, received)
     for device in target.devices:
+        if any(target.position(device, name) for name in single):
+            continue
         want = holding(shape, target, received, device)
         if box_size(want) == 0:
             continue
@@ -228,6 +232,16 @@ def moves(
                 if part is not None:
                     result.append(Move(other, device, part))
     return tuple(result)
+
+
+def _single_axes(source: Group, sent: Sequence[Form], target: Group, received: Sequence[Form]) -> list[AxisName]:
+    """The axes along which only one position receives."""
+    leaving = {axis.name: form.kind for axis, form in zip(source.axes, sent, strict=True)}
+    return [
+        axis.name
+        for axis, form in zip(target.axes, received, strict=True)
+        if form.kind == "P" and axis.size > 1 and leaving.get(axis.name) != "P"
+    ]
 
 
 def _serves(

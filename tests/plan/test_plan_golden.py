@@ -55,6 +55,13 @@ def test_it_prints_and_reloads_equal(name: str) -> None:
     assert plan.hash == load_text(Plan, dump_text(plan), name).hash
 
 
+def test_a_file_of_version_1_means_what_it_meant() -> None:
+    old, new = load_plan(HERE.parent / "plan_version_1.json"), loaded("uneven-shards")
+    assert (old.version, new.version) == (1, 2)
+    assert replace(old, version=2) == new
+    check_plan(old)
+
+
 @names
 def test_it_obeys_all_rules_for_its_model_and_cluster(name: str) -> None:
     made = golden(name)

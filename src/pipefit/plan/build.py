@@ -34,7 +34,7 @@ from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
 from pipefit.simulate import simulate
 
-VERSION = 1
+VERSION = 2
 
 
 class Workbench:
@@ -74,14 +74,14 @@ class Workbench:
         module = self.module
         cut = self.cutter.cut(job, decisions)
         cuts = decisions.cuts or (cut or self.cutter.leanest(job, decisions)).cuts
-        stages = make_stages(module, decisions, cuts, self.programs)
+        stages, groups = make_stages(module, decisions, cuts, self.programs), make_groups(decisions)
         zero1 = decisions.zero1 and len(decisions.replicas) > 1
         return Parts(
             job=job,
-            groups=make_groups(decisions),
+            groups=groups,
             spaces=(Space(name=module.space, rows=job.batch, tokens=job.sequence),),
             stages=stages,
-            edges=make_edges(module, stages, self.programs, decisions.shards),
+            edges=make_edges(module, stages, groups, self.programs),
             placement=decisions.lane_of_stage,
             microbatches=decisions.microbatches,
             slices=decisions.slices or (job.sequence,),
@@ -129,7 +129,7 @@ class Workbench:
     def parameters(self, parts: Parts, decisions: Decisions) -> tuple[Parameter, ...]:
         """The parameters of these parts."""
         zero1 = any(parts.split_state)
-        return make_parameters(self.module, parts.stages, self.programs, decisions.shards, zero1)
+        return make_parameters(self.module, parts.stages, parts.groups, self.programs, zero1)
 
     def schedule(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Schedule:
         """The order of the decided family for these parts, its transfers put in by the times of `costs`. A family that
@@ -162,7 +162,7 @@ class Workbench:
             hashes=self.hashes,
             decisions=decisions.words(cuts),
             cluster=self.cluster_source,
-            recipes=self.programs.recipes if decisions.sharding == "searched" else {},
+            recipes=self.programs.recipes_in({s.recipes for s in parts.stages if s.sharding == "searched"}),
         )
 
 

@@ -20,7 +20,8 @@ from pipefit.plan.length import length_problems
 from pipefit.plan.order import order_problems
 from pipefit.plan.types import Plan
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""Version 2 has sets of recipes with names; files of version 1 mean what they meant."""
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -80,8 +81,13 @@ def check_fresh(plan: Plan, model: Model | None = None, cluster: Cluster | None 
 
 
 def _version(plan: Plan) -> Iterator[PlanError]:
-    if plan.version != VERSION:
-        yield PlanError("This version of the plan format is unknown.", where="version", seen=plan.version, allowed="1")
+    if plan.version not in VERSIONS:
+        yield PlanError(
+            "This version of the plan format is unknown.",
+            where="version",
+            seen=plan.version,
+            allowed=" or ".join(map(str, VERSIONS)),
+        )
 
 
 def _job(plan: Plan) -> Iterator[PlanError]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from pipefit.plan.cut_rows import (
     passing_bytes,
     stacked,
 )
-from pipefit.plan.decisions import Decisions, Sharding
+from pipefit.plan.decisions import Decisions
 from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.mixed import Kinds
 from pipefit.plan.partition import partition
@@ -79,6 +80,8 @@ class Cutter:
         self.network = network
         self.layers = layers
         self.fleet = Fleet(network)
+        self.slicers: dict[object, Any] = {}
+        "How searches on these costs cut sequences: see `plan/slices.py`, which needs a cutter."
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
@@ -129,10 +132,10 @@ class Cutter:
     def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
         share = max(decisions.replicas) / sum(decisions.replicas) if decisions.zero1 else 1.0
-        if len(decisions.shards) > 1:
+        if decisions.is_sharded:
             groups = [group.group() for group in make_groups(decisions)]
             return [
-                self._sharded(job, decisions, stage, groups[lane], share)
+                self._sharded(job, decisions, stage, lane, groups[lane], share)
                 for stage, lane in enumerate(decisions.lane_of_stage)
             ]
         pairs = self.fleet.lane_pairs(decisions, _rows(job.batch // decisions.microbatches, decisions.replicas))
@@ -167,7 +170,7 @@ class Cutter:
         """Rows of one microbatch on each replica."""
         return _rows(job.batch // microbatches, replicas)
 
-    def static_bytes(self, job: Job, share: float, sharding: Sharding, shards: tuple[int, ...]) -> float:
+    def static_bytes(self, job: Job, share: float, sharding: str, shards: tuple[int, ...]) -> float:
         """What stays of all layers on one device, which keeps `share` of the optimizer state."""
         return float(self._statics(job, share, sharding, shards).sum())
 
@@ -228,11 +231,11 @@ class Cutter:
             largest=tuple(sorted(every, key=lambda kind: (-memory[kind], time_s(kind, 1)))),
         )
 
-    def _sharded(self, job: Job, decisions: Decisions, stage: int, group: Group, share: float) -> LayerRow:
+    def _sharded(self, job: Job, decisions: Decisions, stage: int, lane: int, group: Group, share: float) -> LayerRow:
         """The row of one stage whose devices run one program together."""
         rows = _rows(job.batch // decisions.microbatches, decisions.replicas)
         recompute = decisions.recompute_of(stage)
-        program = (decisions.sharding, decisions.shards)
+        program = (decisions.sharding_key(lane), decisions.shards_of(lane))
         key = (job.precision, job.sequence, rows, decisions.replicas, share, program, recompute, group.devices)
         if key not in self._rows:
             probe = self.probe(job, group, rows, recompute, *program)
@@ -245,7 +248,7 @@ class Cutter:
         group: Group,
         rows: tuple[int, ...],
         recompute: Recompute,
-        sharding: Sharding = "none",
+        sharding: str = "none",
         shards: tuple[int, ...] = (1,),
     ) -> StageWork:
         """A stage of all layers on these devices."""
@@ -281,7 +284,7 @@ class Cutter:
         )
 
     def _with_statics(
-        self, row: LayerRow, job: Job, share: float, sharding: Sharding = "none", shards: tuple[int, ...] = (1,)
+        self, row: LayerRow, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)
     ) -> LayerRow:
         """The row with what stays. Replicas keep parts of a split state as they have rows: exact where rows are
         divided as the shares say."""
@@ -295,7 +298,7 @@ class Cutter:
         )
         return replace(row, static_bytes=static, kinds=kinds, limit_bytes=most_bytes(kinds, static, row.saved_bytes))
 
-    def _statics(self, job: Job, share: float, sharding: Sharding = "none", shards: tuple[int, ...] = (1,)) -> Array:
+    def _statics(self, job: Job, share: float, sharding: str = "none", shards: tuple[int, ...] = (1,)) -> Array:
         """Bytes that stay of each layer, on the shard position that stores most of it."""
         width = COMPUTE_BYTES[job.precision]
         per_element = width + GRADIENT_BYTES[job.precision] + STATE_BYTES[job.precision] * share
@@ -303,7 +306,7 @@ class Cutter:
         most: Array = (trainable * per_element + frozen * width).max(axis=1)
         return most
 
-    def _elements(self, sharding: Sharding, shards: tuple[int, ...]) -> tuple[Array, Array]:
+    def _elements(self, sharding: str, shards: tuple[int, ...]) -> tuple[Array, Array]:
         """[layer, shard position]: trainable and frozen elements; what an earlier layer shares counts there."""
         if (sharding, shards) not in self._counted:
             trainable, frozen, seen = [], [], set[str]()

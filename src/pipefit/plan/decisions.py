@@ -35,6 +35,10 @@ class Decisions:
     "Shares of the shard axis."
     sharding: Sharding = "none"
     "The SPMD program over the shard axis."
+    lane_shards: tuple[tuple[int, ...], ...] = ()
+    "Of searched programs, the shares of every lane's shard axis, one for a device alone; empty: `shards` on all."
+    recipes: tuple[str, ...] = ()
+    "Of every lane the name of its set of recipes (`plan/sharded.py`); empty: one unnamed set for all."
     microbatches: int = 1
     schedule: str = "1f1b"
     "A name of `schedule.families.FAMILIES`."
@@ -68,7 +72,29 @@ class Decisions:
 
     @property
     def device_count(self) -> int:
-        return self.lanes * len(self.replicas) * len(self.shards)
+        return len(self.replicas) * sum(len(self.shards_of(lane)) for lane in range(self.lanes))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some lane has a shard axis."""
+        return len(self.shards) > 1 or bool(self.lane_shards)
+
+    def shards_of(self, lane: int) -> tuple[int, ...]:
+        """Shares of the lane's shard axis."""
+        return self.lane_shards[lane] if self.lane_shards else self.shards
+
+    def sharding_of(self, lane: int) -> Sharding:
+        """The kind of program on the lane: none on devices alone."""
+        return self.sharding if len(self.shards_of(lane)) > 1 else "none"
+
+    def recipes_of(self, lane: int) -> str:
+        """The name of the lane's set of recipes; '' where it has none, or the unnamed one."""
+        return self.recipes[lane] if self.recipes and self.sharding_of(lane) == "searched" else ""
+
+    def sharding_key(self, lane: int) -> str:
+        """The lane's programs, as `Programs` know them."""
+        name = self.recipes_of(lane)
+        return f"searched/{name}" if name else self.sharding_of(lane)
 
     def recompute_of(self, stage: int) -> Recompute:
         return self.recompute[stage] if len(self.recompute) > 1 else self.recompute[0]
@@ -76,9 +102,11 @@ class Decisions:
     def lane_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of every lane, in grid order (replica, shard)."""
         replicas, shards, lanes = len(self.replicas), len(self.shards), self.lanes
+        sizes = [replicas * len(self.shards_of(lane)) for lane in range(lanes)]
+        if self.devices or self.lane_shards:
+            devices, stops = self.devices or tuple(range(sum(sizes))), tuple(itertools.accumulate(sizes))
+            return tuple(devices[stop - size : stop] for size, stop in zip(sizes, stops, strict=True))
         size = replicas * shards
-        if self.devices:
-            return tuple(self.devices[lane * size : (lane + 1) * size] for lane in range(lanes))
         if self.inner == "replica":
             return tuple(tuple(range(lane * size, (lane + 1) * size)) for lane in range(lanes))
         return tuple(
@@ -99,7 +127,7 @@ class Decisions:
         words = {
             "replicas": _shares(self.replicas),
             "stages": str(self.stage_count),
-            "shards": _shares(self.shards),
+            "shards": ",".join(map(_shares, self.lane_shards)) or _shares(self.shards),
             "sharding": self.sharding,
             "microbatches": str(self.microbatches),
             "schedule": self.schedule,
@@ -143,6 +171,7 @@ def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -
         )
     if len(decisions.recompute) not in (1, count):
         raise PlanError("Give one recompute choice, or one per stage.", where="recompute", seen=decisions.recompute)
+    _check_lanes(decisions)
     if (decisions.sharding == "none") != (len(decisions.shards) == 1):
         raise PlanError(
             "More than one shard needs a sharding, and a sharding more than one shard.",
@@ -154,13 +183,34 @@ def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -
     _check_job(decisions, job)
 
 
+def _check_lanes(decisions: Decisions) -> None:
+    """Groups of several sizes are those of searched programs."""
+    own = decisions.lane_shards
+    if not own and not decisions.recipes:
+        return
+    shares = max(own or (decisions.shards,), key=len)
+    if decisions.sharding != "searched" or len({len(own), len(decisions.recipes)} | {decisions.lanes}) != 1:
+        raise PlanError(
+            "Groups with programs of their own give shares and recipes for every lane, and are searched.",
+            where="lane_shards, recipes",
+            seen=f"{len(own)} and {len(decisions.recipes)} for {decisions.lanes} lanes, sharding {decisions.sharding}",
+        )
+    if any(share < 1 for lane in own for share in lane) or decisions.shards != shares:
+        raise PlanError(
+            "Shares are positive whole numbers; `shards` are those of the largest group.",
+            where="lane_shards",
+            seen=own,
+            allowed=f"shards {shares}",
+        )
+
+
 def _check_devices(decisions: Decisions, devices: int) -> None:
     needed = decisions.device_count
     if needed > devices:
         raise PlanError(
             "The plan needs more devices than the cluster has.",
             where="replicas x stages x shards",
-            seen=f"{len(decisions.replicas)} x {decisions.lanes} x {len(decisions.shards)} = {needed}",
+            seen=f"{len(decisions.replicas)} x {_sizes(decisions)} = {needed}",
             allowed=f"at most {devices}",
         )
     chosen = decisions.devices
@@ -198,7 +248,14 @@ def _check_job(decisions: Decisions, job: Job) -> None:
             seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
             next_step="use fewer microbatches, or more even shares",
         )
-    check_cut(decisions.slices, job.sequence, decisions.shards, decisions.sharding, "slices")
+    for shares in {decisions.shards, *decisions.lane_shards}:
+        check_cut(decisions.slices, job.sequence, shares, decisions.sharding, "slices")
+
+
+def _sizes(decisions: Decisions) -> str:
+    if decisions.lane_shards:
+        return "(" + " + ".join(str(len(shares)) for shares in decisions.lane_shards) + ")"
+    return f"{decisions.lanes} x {len(decisions.shards)}"
 
 
 def _positive(name: str, value: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,7 +11,7 @@ from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
 from pipefit.layout import Form
 from pipefit.model.graph import Graph, Layer, Model, Module
-from pipefit.plan.decisions import Sharding
+from pipefit.plan.types import Stage
 from pipefit.shard.program import ShardedGraph
 
 
@@ -46,15 +46,26 @@ class Programs:
     """The layer programs of a model under every sharding that is asked for, each made once and kept."""
 
     def __init__(self, model: Model, recipes: Mapping[str, str] | None = None) -> None:
-        """`recipes` of a searched sharding, by graph, as a plan has them."""
+        """`recipes` of searched shardings, as a plan has them."""
         self.model = model
-        self.recipes: Mapping[str, str] = recipes or {}
+        self.recipes: dict[str, str] = dict(recipes or {})
         self.modules: Mapping[str, Module] = {module.name: module for module in model.modules}
-        self._programs: dict[tuple[str, Sharding, tuple[int, ...]], LayerProgram] = {}
-        self._counts: dict[tuple[str, Sharding, tuple[int, ...]], Mapping[str, Count]] = {}
+        self._programs: dict[tuple[str, str, tuple[int, ...]], LayerProgram] = {}
+        self._counts: dict[tuple[str, str, tuple[int, ...]], Mapping[str, Count]] = {}
 
-    def program(self, layer: Layer, sharding: Sharding, shares: tuple[int, ...]) -> LayerProgram:
-        """The program of a layer; `shares` are those of the shard axis.
+    def add(self, recipes: Mapping[str, str]) -> str:
+        """Take up a set of recipes, by graph; its name, which follows from what is in it."""
+        name = digest(dict(sorted(recipes.items())))[:8]
+        self.recipes.update({f"{name}/{graph}": text for graph, text in recipes.items()})
+        return name
+
+    def recipes_in(self, names: Collection[str]) -> dict[str, str]:
+        """The recipes of the sets with these names."""
+        return {key: text for key, text in self.recipes.items() if key.rpartition("/")[0] in names}
+
+    def program(self, layer: Layer, sharding: str, shares: tuple[int, ...]) -> LayerProgram:
+        """The program of a layer; `shares` are those of the shard axis, `sharding` one of the words of plans, or
+        `searched/NAME` for a set of recipes that has a name.
 
         Raises PlanError where the sharding cannot be made (heads or sizes that the shares do not divide).
         """
@@ -63,22 +74,23 @@ class Programs:
             graph = self.model.graphs[layer.graph]
             if len(shares) == 1:
                 self._programs[key] = _whole(graph)
-            elif sharding == "searched":
-                self._programs[key] = _searched(graph, shares, self._recipe(layer))
+            elif sharding.partition("/")[0] == "searched":
+                self._programs[key] = _searched(graph, shares, self._recipe(layer, sharding.partition("/")[2]))
             else:
                 self._programs[key] = _megatron(graph, shares, sharding == "megatron-sp")
         return self._programs[key]
 
-    def _recipe(self, layer: Layer) -> str:
-        if layer.graph not in self.recipes:
+    def _recipe(self, layer: Layer, name: str) -> str:
+        key = f"{name}/{layer.graph}" if name else layer.graph
+        if key not in self.recipes:
             raise PlanError(
                 "The plan has no recipe for a layer whose sharding was searched.",
                 where=f"recipes, layer {layer.name!r}",
                 seen=", ".join(self.recipes) or "none",
-                allowed=f"one for the graph {layer.graph!r}",
+                allowed=f"one for the graph {layer.graph!r}" + (f" in the set {name!r}" if name else ""),
                 next_step="make the plan again: pipefit plan ... --fix sharding=searched",
             )
-        return self.recipes[layer.graph]
+        return self.recipes[key]
 
     def layers(self, module: str, run: tuple[int, int]) -> tuple[Layer, ...]:
         """Layers [start, stop) of a module. Raises PlanError for a module that the model does not have."""
@@ -88,7 +100,7 @@ class Programs:
             )
         return self.modules[module].layers[run[0] : run[1]]
 
-    def named(self, layers: Sequence[Layer], sharding: Sharding, shares: tuple[int, ...]) -> Mapping[str, Count]:
+    def named(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> Mapping[str, Count]:
         """The parameters of these layers by global name, a tensor that two layers share once."""
         named: dict[str, Count] = {}
         for layer in layers:
@@ -99,7 +111,7 @@ class Programs:
                 named[layer.parameters[local]] = count
         return named
 
-    def counts(self, layers: Sequence[Layer], sharding: Sharding, shares: tuple[int, ...]) -> ParameterCounts:
+    def counts(self, layers: Sequence[Layer], sharding: str, shares: tuple[int, ...]) -> ParameterCounts:
         """Elements that the devices of a stage with these layers store."""
         found = list(self.named(layers, sharding, shares).values())
         places = range(len(shares))
@@ -108,6 +120,11 @@ class Programs:
             frozen=tuple(sum(c.elements[p] for c in found if not c.trainable) for p in places),
             whole=tuple(sum(c.elements[p] for c in found if c.trainable and c.whole) for p in places),
         )
+
+
+def sharding_key(stage: Stage) -> str:
+    """The sharding of a stage as `Programs` know it: with the name of its set of recipes, where that has one."""
+    return f"{stage.sharding}/{stage.recipes}" if stage.recipes else stage.sharding
 
 
 def program_hash(programs: Sequence[LayerProgram]) -> str:

@@ -3,67 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.errors import PlanError
+from pipefit.layout import Form
 from pipefit.model.graph import Module
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.sharded import LayerProgram, Programs, program_hash
+from pipefit.plan.sharded import LayerProgram, Programs, program_hash, sharding_key
 from pipefit.plan.types import AxisPlan, Edge, GroupPlan, Parameter, Stage, Wire
 
 
 def make_groups(decisions: Decisions) -> tuple[GroupPlan, ...]:
     """One group per lane, always with the axes `replica` and `shard`, the shard axis fastest."""
-    axes = (AxisPlan(name="replica", shares=decisions.replicas), AxisPlan(name="shard", shares=decisions.shards))
-    return tuple(GroupPlan(axes=axes, devices=devices) for devices in decisions.lane_devices())
+    replicas = AxisPlan(name="replica", shares=decisions.replicas)
+    return tuple(
+        GroupPlan(axes=(replicas, AxisPlan(name="shard", shares=decisions.shards_of(lane))), devices=devices)
+        for lane, devices in enumerate(decisions.lane_devices())
+    )
 
 
 def make_stages(module: Module, decisions: Decisions, cuts: Sequence[int], programs: Programs) -> tuple[Stage, ...]:
     """The stages of one module, in chain order."""
-    return tuple(
-        Stage(
+    stages = []
+    for index, run in enumerate(pairwise((0, *cuts, len(module.layers)))):
+        lane = decisions.lane_of_stage[index]
+        stage = Stage(
             module=module.name,
             layers=run,
-            group=decisions.lane_of_stage[index],
+            group=lane,
             space=module.space,
             recompute=decisions.recompute_of(index),
-            sharding=decisions.sharding,
-            program=program_hash(
-                [programs.program(layer, decisions.sharding, decisions.shards) for layer in module.layers[slice(*run)]]
-            ),
+            sharding=decisions.sharding_of(lane),
+            recipes=decisions.recipes_of(lane),
         )
-        for index, run in enumerate(pairwise((0, *cuts, len(module.layers))))
-    )
+        how, shares = sharding_key(stage), decisions.shards_of(lane)
+        each = [programs.program(layer, how, shares) for layer in module.layers[slice(*run)]]
+        stages.append(replace(stage, program=program_hash(each)))
+    return tuple(stages)
 
 
 def make_edges(
-    module: Module, stages: Sequence[Stage], programs: Programs, shards: tuple[int, ...]
+    module: Module, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs
 ) -> tuple[Edge, ...]:
-    """The hidden state from each stage to the next: rows split over replicas, the shard axis as the program says.
+    """The hidden state from each stage to the next: rows split over replicas, the shard axes as the programs say.
 
-    The gradient is partial over the shard axis where the hidden state is whole on every shard (reference: HAP's
-    duality of forms), and split where it is split.
+    Either side holds it in its own form; what moves are the overlaps (`layout.moves`). The gradient is partial over a
+    shard axis where the hidden state is whole on every shard (reference: HAP's duality of forms), and split where it
+    is split.
     """
     edges = []
     for source, (one, two) in enumerate(pairwise(stages)):
-        gives = programs.program(module.layers[one.layers[1] - 1], one.sharding, shards).gives
-        takes = programs.program(module.layers[two.layers[0]], two.sharding, shards).takes
-        if gives != takes:
+        ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
+        gives = programs.program(module.layers[one.layers[1] - 1], sharding_key(one), ahead).gives
+        takes = programs.program(module.layers[two.layers[0]], sharding_key(two), behind).takes
+        if not can_pass((gives, len(ahead)), (takes, len(behind)), one.group == two.group):
             raise PlanError(
-                "Neighbouring stages hold the hidden state in different forms.",
+                "Neighbouring stages hold the hidden state in forms that do not go together.",
                 where=f"cuts: layer {two.layers[0]}",
-                seen=f"{gives} and {takes}",
+                seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
+                allowed="equal forms on the same devices; between devices no whole tensor for several of them unless "
+                "as many have it whole",
                 next_step="cut between layers that hand it over in one form",
             )
-        back = "P" if gives.kind == "I" and len(shards) > 1 else str(gives)
+        back = [dual(gives, len(ahead)), dual(takes, len(behind))]
         edges.append(
-            Edge(source=source, target=source + 1, forward=_wire("G0", str(gives)), gradient=_wire("G0", back))
+            Edge(
+                source=source,
+                target=source + 1,
+                forward=_wire(str(gives), str(takes)),
+                gradient=_wire(back[1], back[0]),
+            )
         )
     return tuple(edges)
 
 
+def can_pass(one: tuple[Form, int], two: tuple[Form, int], same: bool = False) -> bool:
+    """Whether a tensor can go from its form on so many devices to another on others (or on the `same` ones). What
+    several devices are to have whole would come back as partial sums, which nobody adds up between the groups: only
+    as many that hold it whole take these."""
+    (gives, ahead), (takes, behind) = one, two
+    if same:
+        return gives == takes
+    return behind == 1 or takes.kind == "G" or (gives == takes and ahead == behind)
+
+
+def dual(form: Form, devices: int) -> str:
+    """The form of the gradient of what so many devices hold so."""
+    return "P" if form.kind == "I" and devices > 1 else str(form)
+
+
+def shard_shares(group: GroupPlan) -> tuple[int, ...]:
+    """The shares of a group's shard axis; (1,) where it has none."""
+    return group.group().axis("shard").shares
+
+
 def make_parameters(
-    module: Module, stages: Sequence[Stage], programs: Programs, shards: tuple[int, ...], zero1: bool
+    module: Module, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs, zero1: bool
 ) -> tuple[Parameter, ...]:
     """Every parameter once, in order of first use; a tied one has all the stages that use it, owned by the first.
 
@@ -73,7 +109,7 @@ def make_parameters(
     facts: dict[str, tuple[tuple[int, ...], bool, str]] = {}
     for index, stage in enumerate(stages):
         for layer in module.layers[stage.layers[0] : stage.layers[1]]:
-            program = programs.program(layer, stage.sharding, shards)
+            program = programs.program(layer, sharding_key(stage), shard_shares(groups[stage.group]))
             for spec in program.graphs[0].parameters:
                 name = layer.parameters[spec.name]
                 fact = (_whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))
@@ -108,6 +144,6 @@ def _whole_shape(program: LayerProgram, name: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _wire(replica: str, shard: str) -> Wire:
-    forms = (replica, shard)
-    return Wire(sent=forms, wire=forms, received=forms)
+def _wire(sent: str, received: str) -> Wire:
+    """Rows over the replicas, and along the shard axes these forms."""
+    return Wire(sent=("G0", sent), wire=("G0", sent), received=("G0", received))

@@ -63,6 +63,8 @@ class Stage:
     recompute: Recompute = "none"
     sharding: Literal["none", "megatron", "megatron-sp", "searched"] = "none"
     "The SPMD program over the group's shard axis; `searched`: by the plan's recipes."
+    recipes: str = ""
+    "Of a searched sharding, the name of its set among the plan's recipes; '': the unnamed one."
     program: str = ""
     "Hash of the operator graph after sharding; '' in a plan written by hand (then ranks only check each other)."
     microbatch_multiple: int = 1
@@ -298,7 +300,8 @@ class Plan:
     cluster: str = ""
     "What the user typed for the cluster: a file, a short text such as `8xH100`, or `local:4`; '' where unknown."
     recipes: Mapping[str, str] = field(default_factory=dict)
-    "Of a searched sharding: how every distinct layer is split (`shard/recipe.py`), by the key of its graph."
+    "Of searched shardings: how every distinct layer is split (`shard/recipe.py`), by the key of its graph; with the"
+    " name of the set and a slash in front where that has one."
 
     @property
     def hash(self) -> str:

@@ -12,7 +12,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
 from pipefit.layout import IDENTITY, Axis, Form, Group, box_size, holding, moves, parse_form, split
 from pipefit.model.graph import Layer, size_value
-from pipefit.plan.sharded import Programs
+from pipefit.plan.sharded import Programs, sharding_key
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
 
 Message = tuple[int, int, float]
@@ -66,15 +66,15 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
             StageWork(
                 lane=parts.placement[index],
                 group=group,
-                layers=tuple(programs.program(layer, stage.sharding, shares).graphs for layer in layers),
+                layers=tuple(programs.program(layer, sharding_key(stage), shares).graphs for layer in layers),
                 rows=_rows(space, parts.microbatches, group),
                 slices=_slices(space, parts),
                 recompute=stage.recompute,
-                parameters=programs.counts(layers, stage.sharding, shares),
+                parameters=programs.counts(layers, sharding_key(stage), shares),
                 split_state=parts.split_state[index],
             )
         )
-        for name, count in programs.named(layers, stage.sharding, shares).items():
+        for name, count in programs.named(layers, sharding_key(stage), shares).items():
             if count.trainable:
                 uses.setdefault(name, []).append((index, max(count.elements)))
     return PipelineWork(

@@ -18,7 +18,7 @@ from pipefit.model.graph import Model, Module, size_value
 from pipefit.model.registry import build_layers
 from pipefit.plan.check_slices import document_problems, slice_problems
 from pipefit.plan.length import length_problems
-from pipefit.plan.sharded import LayerProgram, Programs, program_hash
+from pipefit.plan.sharded import LayerProgram, Programs, program_hash, sharding_key
 from pipefit.plan.types import Edge, Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms
@@ -168,7 +168,7 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
     result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].group().axis("shard").shares
-        programs = {layer.graph: made.program(layer, stage.sharding, shares) for layer in _layers(model, stage)}
+        programs = {layer.graph: made.program(layer, sharding_key(stage), shares) for layer in _layers(model, stage)}
         seen = program_hash([programs[layer.graph] for layer in _layers(model, stage)])
         if stage.program and seen != stage.program:
             raise StalePlanError(

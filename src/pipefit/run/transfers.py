@@ -67,7 +67,7 @@ def outgoing(
     own = holding(shape, source, held, device)
     pieces = tuple(
         _piece(move.target, move.box, own)
-        for move in _messages(shape, source, leaves, target, _forms(received))
+        for move in moves(shape, source, leaves, target, _forms(received))
         if move.source == device
     )
     return Outgoing(sum_over, _lengths(own), pieces)
@@ -81,27 +81,10 @@ def incoming(
     own = holding(shape, target, wanted, device)
     pieces = tuple(
         _piece(move.source, move.box, own)
-        for move in _messages(shape, source, leaves, target, wanted)
+        for move in moves(shape, source, leaves, target, wanted)
         if move.target == device
     )
     return Incoming(_lengths(own), pieces, not pieces)
-
-
-def _messages(
-    shape: Sequence[int], source: Group, wire: Sequence[Form], target: Group, received: Sequence[Form]
-) -> list:  # type: ignore[type-arg]
-    """`layout.moves`, where a whole tensor that arrives as a partial sum goes to position 0 of that axis only."""
-    leaving = {axis.name: form.kind for axis, form in zip(source.axes, wire, strict=True)}
-    single = [
-        axis.name
-        for axis, form in zip(target.axes, received, strict=True)
-        if form.kind == "P" and leaving.get(axis.name) != "P"
-    ]
-    return [
-        move
-        for move in moves(shape, source, wire, target, received)
-        if all(target.position(move.target, name) == 0 for name in single)
-    ]
 
 
 def _partial_axes(source: Group, sent: Sequence[Form], wire: Sequence[Form]) -> tuple[AxisName, ...]:
