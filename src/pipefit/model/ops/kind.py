@@ -89,6 +89,9 @@ class OperatorKind:
     "Indices of inputs that later slices of the microbatch read: kept whatever is recomputed, where there are slices."
     own_bytes_stay: bool = False
     "Whether these stay under selective recomputation although the kind is no boundary."
+    gathers: Mapping[int, int] = field(default_factory=dict)
+    "Weights (indices of inputs) that the operator gathers for itself where they are stored split: once, in the"
+    " forward, or twice, for the input gradient again. It lets go of them at once; others are gathered once and kept."
     pending_values: tuple[int, ...] = ()
     "Indices of inputs that a pending W holds."
     pending_gradients: bool = False

@@ -42,6 +42,7 @@ OPERATORS = (
         shapes=_shapes,
         flops=_flops,
         saves=_saves,
+        gathers={1: 2, 2: 1},
         pending_values=(0,),
         pending_gradients=True,
         widened_bytes=_widened_bytes,

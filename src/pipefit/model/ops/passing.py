@@ -75,7 +75,7 @@ def passing_bytes(
         output=0 if loss else walk.analysis.value_bytes(result, symbols),
         keeps_input=hidden in walk.kept.values,
         holds_output_gradient=result in walk.analysis.pending_gradients(),
-        weight=max(map(walk.widened, range(len(graph.operators))), default=0),
+        weight=max((walk.widened(i) + walk.gathered(i, wide=True) for i in range(len(graph.operators))), default=0),
         tables=_table_bytes(graph, symbols, compute_bytes),
     )
 
@@ -187,6 +187,21 @@ class _Walk:
         operator = self.graph.operators[index]
         trains = self.widens and self.analysis.trains(operator)
         return KINDS[operator.kind].widened_bytes(self.calls[index]) if trains else 0
+
+    def gathered(self, index: int, wide: bool) -> int:
+        """The largest weight that an operator's backward has whole although it is stored split: the weight, or (`wide`)
+        its gradient before that is reduced, in float32 or wider."""
+        operator = self.graph.operators[index]
+        gathers = KINDS[operator.kind].gathers
+        unsharded = [
+            place
+            for place, name in enumerate(operator.inputs)
+            if name in self.analysis.producer and not self.analysis.counts(name) and (wide or gathers.get(place) == 2)
+        ]
+        width = self.calls[index].wide_bytes if wide else self.compute_bytes
+        return max(
+            (self.bytes_of(operator.inputs[place]) // self.compute_bytes * width for place in unsharded), default=0
+        )
 
     def fresh(self, operator: Operator) -> list[str]:
         """The outputs with a storage of their own."""
@@ -315,12 +330,12 @@ class _Backward:
         kind, made = KINDS[operator.kind], []
         waits = self.deferred and self.analysis.trains(operator)
         if not waits:
-            heap.pass_by(self.walk.widened(index))
+            heap.pass_by(self.walk.widened(index) + self.walk.gathered(index, wide=True))
         for name in dict.fromkeys(operator.inputs):
             if name and self.analysis.counts(name) and self.analysis.needs_gradient(name):
                 handed = self.analysis.hands_gradient_on(operator, name)
                 made.append((name, heap.hold(arrived[0]) if handed else heap.new(self.walk.bytes_of(name))))
-        extra = kind.backward_extra(self.walk.calls[index])
+        extra = kind.backward_extra(self.walk.calls[index]) + self.walk.gathered(index, wide=False)
         heap.pass_by(extra + (kind.deferred_extra(self.walk.calls[index]) if waits else 0))
         if waits:
             if kind.pending_gradients:

@@ -15,6 +15,7 @@ from typing import Literal
 from pipefit.model.graph import Graph, Operator, Shape, size_factors, size_value
 from pipefit.model.ops.kind import Call
 from pipefit.model.ops.table import KINDS
+from pipefit.model.ops.unshard import weights
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -156,7 +157,7 @@ class Analysis:
     def __init__(self, graph: Graph, compute_bytes: int) -> None:
         self.graph = graph
         self.compute_bytes = compute_bytes
-        self.parameters = {parameter.name: parameter for parameter in graph.parameters}
+        self.parameters = weights(graph)
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
         self.producer = {name: index for index, op in enumerate(graph.operators) for name in op.outputs}
         self.consumers: dict[str, list[int]] = {}
@@ -185,7 +186,7 @@ class Analysis:
             if operator.kind == "reshape" and source in scrambled:
                 continue  # a reshape of permuted dimensions copies
             self.root[result] = self.root[source]
-            if source in scrambled or operator.kind == "transpose":
+            if source in scrambled or operator.kind in ("transpose", "expand"):
                 scrambled.add(result)
 
     def _shares_storage(self, operator: Operator) -> bool:

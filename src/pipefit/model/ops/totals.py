@@ -9,6 +9,7 @@ from pipefit.model.graph import Graph, Operator, Shape, size_value
 from pipefit.model.ops.kind import Flops
 from pipefit.model.ops.saved import Recompute, call_of, effective_recompute, element_bytes
 from pipefit.model.ops.table import KINDS
+from pipefit.model.ops.unshard import weights
 
 
 def infer(kind: str, inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
@@ -47,7 +48,7 @@ def operator_traffic_bytes(graph: Graph, operator: Operator, symbols: Mapping[st
     if KINDS[operator.kind].view:
         return 0
     names = [name for name in (*operator.inputs, *operator.outputs) if name]
-    parameters = {parameter.name: parameter for parameter in graph.parameters}
+    parameters = weights(graph)
     total = 0
     for name in names:
         shape, width = _shape_and_width(graph, parameters, name, compute_bytes)

@@ -1,8 +1,8 @@
-"""embedding(indices, weight) {first}: rows of a table. The gradient is added into the table's buffer row by row.
+"""embedding(indices, weight) {first, padding}: rows of a table. The gradient is added into the buffer row by row.
 
 Indices (B, T) int64, weight (V, D), result (B, T, D). No dense (V, D) gradient is made beside the buffer; it can wait
 for W as that of a linear layer does. `first` is written by a shard program that splits the table: this device holds its
-rows from there on, and gives zeros for the others.
+rows from there on, and gives zeros for the others. The row `padding`, where there is one, gets no gradient.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
+from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
 from pipefit.run.stage_record import Deferred, Record
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, weight: Any, record: Record, layer: int) -> torch.Tensor:
+    def forward(ctx: Any, indices: torch.Tensor, leaf: Any, weight: Any, record: Record, layer: int) -> torch.Tensor:
         ctx.weight, ctx.record, ctx.layer = weight, record, layer
         ctx.save_for_backward(indices)
-        return functional.embedding(indices, weight)
+        return functional.embedding(indices, whole_of(weight))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -31,26 +32,32 @@ class _Embedding(torch.autograd.Function):
             accumulate_rows(ctx.weight, indices, dy)
         else:
             ctx.record.deferred.append(Deferred(ctx.layer, accumulate_rows, (ctx.weight, indices, dy)))
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 def accumulate_rows(weight: Any, indices: torch.Tensor, dy: torch.Tensor) -> None:
     """Add each row of dy (B, T, D) to the row of the table's buffer that its index names."""
-    buffer = weight.main_grad
-    buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
+
+    def add(buffer: torch.Tensor) -> None:
+        buffer.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(buffer.dtype))
+
+    add_gradient(weight, add)
 
 
 def build(operator: Operator, context: Context) -> Step:
     layer, apply = context.layer, _Embedding.apply
-    first = operator.attributes.get("first")
+    first, padding = operator.attributes.get("first"), operator.attributes.get("padding")
+
+    def silent(found: Any, indices: torch.Tensor) -> Any:
+        return found if padding is None else torch.where((indices != padding).unsqueeze(-1), found, found.detach())
 
     def embedding(record: Record, indices: torch.Tensor, weight: Any) -> Any:
-        return apply(indices, weight, record, layer)
+        return silent(apply(indices, leaf_of(weight), weight, record, layer), indices)
 
     def own_part(record: Record, indices: torch.Tensor, weight: Any) -> Any:
         own = (indices >= first) & (indices < first + weight.shape[0])
-        found = apply(torch.where(own, indices - first, 0), weight, record, layer)
-        return found * own.unsqueeze(-1)  # in the backward, too: nothing is added for rows of others
+        found = apply(torch.where(own, indices - first, 0), weight, weight, record, layer)
+        return silent(found * own.unsqueeze(-1), indices)  # in the backward, too: nothing is added for rows of others
 
     return Step(embedding if first is None else own_part, wants_record=True)
 

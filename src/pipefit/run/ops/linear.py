@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
+from pipefit.run.shard_weights import add_gradient, gathered_inputs, leaf_of, whole_of
 from pipefit.run.stage_record import Deferred, Record
 
 
@@ -38,6 +39,42 @@ class _Linear(torch.autograd.Function):
                 deferred.append(Deferred(ctx.layer, accumulate_linear, (weight, bias, x.detach(), dy)))
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """The same with a weight or a bias that is stored split: gathered here, and again for the input gradient. The
+    parameters come twice, as leaves for autograd and as handles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, leaf: Any, bias_leaf: Any, weight: Any, bias: Any, record: Record, layer: int
+    ) -> torch.Tensor:
+        ctx.weight, ctx.bias, ctx.record, ctx.layer = weight, bias, record, layer
+        ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+        ctx.save_for_backward(x if ctx.trains else None)
+        return functional.linear(x, whole_of(weight), whole_of(bias))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        weight, bias = ctx.weight, ctx.bias
+        if ctx.trains:
+            (x,) = ctx.saved_tensors
+            deferred = ctx.record.deferred
+            if deferred is None:
+                accumulate_gathered(weight, bias, x, dy)
+            else:
+                deferred.append(Deferred(ctx.layer, accumulate_gathered, (weight, bias, x.detach(), dy)))
+        dx = dy @ whole_of(weight) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None, None
+
+
+def accumulate_gathered(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """`accumulate_linear` where a weight or a bias is stored split."""
+    dy = dy.reshape(-1, dy.shape[-1])
+    if weight.requires_grad:
+        add_gradient(weight, lambda buffer: add_product(buffer, dy.t(), x.reshape(-1, x.shape[-1])))
+    if bias is not None and bias.requires_grad:
+        add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))
 
 
 def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -79,7 +116,11 @@ def build(operator: Operator, context: Context) -> Step:
     def linear(record: Record, x: Any, weight: Any, bias: Any) -> Any:
         return apply(x, weight, bias, record, layer)
 
-    return Step(linear, wants_record=True)
+    def gathered(record: Record, x: Any, weight: Any, bias: Any) -> Any:
+        return _GatheredLinear.apply(x, leaf_of(weight), leaf_of(bias), weight, bias, record, layer)
+
+    split = gathered_inputs(context.graph, operator.inputs)
+    return Step(gathered if split else linear, wants_record=True)
 
 
 BUILDERS = {"linear": build}

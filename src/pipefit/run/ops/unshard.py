@@ -1,0 +1,27 @@
+"""unshard(weight) {dim, size, units}: a parameter of which this device stores a run, for the operator that uses all.
+
+It gives a handle to operators that gather the weight themselves (`OperatorKind.gathers`), else the gathered weight,
+whose gradient autograd brings back through a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from pipefit.model.graph import Operator
+from pipefit.model.ops.exchange import lowering_of
+from pipefit.model.ops.unshard import gathers_of
+from pipefit.run import shard_comm
+from pipefit.run.ops import Context, Step
+from pipefit.run.shard_weights import Unsharded
+
+
+def build(operator: Operator, context: Context) -> Step:
+    shard = context.shard
+    assert shard is not None, "a collective in a stage without a shard axis"
+    dim, how = int(operator.attributes["dim"]), lowering_of(operator)
+    runs = shard.runs(int(operator.attributes["size"]), int(operator.attributes.get("units", 0)))
+    if gathers_of(context.graph, operator.outputs[0]):
+        return Step(lambda weight: Unsharded(weight, runs, dim, shard, how))
+    return Step(lambda weight: shard_comm.AllGather.apply(weight, runs, dim, shard, how))
+
+
+BUILDERS = {"unshard": build}
