@@ -13,6 +13,7 @@ of a model are measured, the sum of their curves is also compared with the whole
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -20,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,18 +90,39 @@ def measure(
         own = [sample for sample in samples if sample.subject == index]
         whole_s = [sum(typical(sample.visits)[0].values()) for sample in own]
         samples += [Samples(index, p) for p in refined([sample.point for sample in own], whole_s, sequence)]
+    for sample in samples:  # the fastest of more visits would be faster than those of the unseen points
+        sample.visits.clear()
     hidden = [
         Samples(index, point)
         for index, subject in enumerate(subjects)
-        for point in unseen_points(subject, arguments.unseen, sequence, tokens, seed=index)
+        for point in unseen_points(subject, arguments.unseen, sequence, tokens, seed=1000 * arguments.seed + index)
     ]
     survey(benches, samples + hidden, arguments.rounds, seed=1, again=arguments.rounds, progress=show("measuring"))
+    if arguments.samples:
+        write_samples(arguments.samples, subjects, samples, hidden, costs)
     records, curves = [], []
     for index, subject in enumerate(subjects):
         seen = [sample for sample in samples if sample.subject == index]
         curves.append(layer_curve(subject, seen, device.type, costs, 1))
         records.append(compare(subject, curves[-1], [s for s in hidden if s.subject == index], costs))
     return records, whole_models(arguments.model, curves, costs, device, arguments.rounds)
+
+
+def write_samples(
+    path: str, subjects: Sequence[Subject], seen: Sequence[Samples], hidden: Sequence[Samples], costs: dict[str, float]
+) -> None:
+    """Every visit's times, for trying other fits on the same measurements: seconds by action, ascending, of each point
+    ([rows, tokens, past, earlier])."""
+    points = [
+        {
+            "layer": subjects[sample.subject].name,
+            "point": list(sample.point),
+            "unseen": place >= len(seen),
+            "seconds": {action: sample.own_times(action) for action in FIELDS},
+        }
+        for place, sample in enumerate((*seen, *hidden))
+    ]
+    Path(path).write_text(json.dumps({"overhead_s": costs, "points": points}), encoding="utf-8")
 
 
 def whole_models(
@@ -202,11 +225,13 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of the largest microbatch")
     parser.add_argument("--unseen", type=int, default=12, help="random points for each layer")
+    parser.add_argument("--seed", type=int, default=6, help="of the random points")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="")
     parser.add_argument("--quick", action="store_true", help="the tiny model alone, few rounds")
     parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--samples", help="write every visit's times here")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.rounds = arguments.model or ["tiny"], 3
@@ -224,6 +249,7 @@ def main() -> None:
     result = {
         "provenance": provenance(),
         "device": device.type,
+        "seed": arguments.seed,
         "threads": torch.get_num_threads(),
         "how": "own processor time on CPU (events on GPU); median of a visit's calls, fastest of the visits; "
         "points that the fit sees and those it does not are shuffled together anew in every round",

@@ -21,7 +21,7 @@ from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.fit import fit_action, fit_layer
-from pipefit.profile.points import MOST_POINTS, Point, first_points, refined
+from pipefit.profile.points import MOST_POINTS, Point, attention_points, first_points, refined
 
 Truth = Callable[..., float]
 
@@ -146,6 +146,30 @@ def test_points_are_fewer_than_forty_for_any_size() -> None:
         points += refined(points, [smooth_knee(*point) for point in points], sequence)
         assert len(points) < 40
         assert all(p.rows >= 1 and p.tokens >= 1 and p.past + p.tokens <= sequence for p in points)
+
+
+def test_slices_are_measured_with_few_and_many_rows_and_within_reason() -> None:
+    points = attention_points(256, 1024)
+    sliced = [point for point in points if point.past]
+    assert {1, 4, 16} < {point.rows for point in sliced} and len(sliced) > 20
+    assert all(point.rows * (point.tokens + point.past) <= 4 * 1024 for point in sliced)
+    assert {point.earlier for point in sliced if point.rows > 4} >= {1, 3, 4, 6, 8}
+    for sequence, most in ((256, 1024), (131072, 524288), (64, 64)):
+        assert len(first_points(layer_graph(), sequence, most)) <= MOST_POINTS - 4, "room for the knee"
+
+
+def test_a_round_number_that_is_fast_by_luck_does_not_bend_the_curve() -> None:
+    """Knots are powers of two, where kernels may be faster than everywhere else."""
+
+    def lucky(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
+        count = rows * tokens
+        return (4e-5 + 4e-6 * count) * (0.975 if count & (count - 1) == 0 else 1.0) + 1e-9 * count * (past + tokens / 2)
+
+    curve = fit_action(*measured_points(lucky, attention=True, sequence=256, most=1024), attention=True)
+    assert len(curve.tokens) == 2
+    for rows, tokens, past in ((7, 100, 0), (3, 40, 96), (1, 190, 32), (5, 90, 64)):
+        predicted = curves.action_time_s(curve, rows, tokens, past, 1)
+        assert predicted == pytest.approx(lucky(rows, tokens, past), rel=0.02), (rows, tokens, past)
 
 
 def chunked(rows: int, tokens: int, past: int, earlier: int = 1) -> float:

@@ -120,6 +120,14 @@ def test_a_context_comes_in_slices_as_equal_as_they_can_be() -> None:
     assert Point(1, 8, 2, 5).chunks == (1, 1) and Point(1, 8).chunks == ()
 
 
+def test_a_visit_leaves_nothing_of_the_earlier_slices_behind() -> None:
+    bench = LayerBench(Subject(attention_layer(), "toy", "float32"), CPU)
+    for earlier in (3, 2):
+        bench.visit(Point(2, 8, 24, earlier), window_s=0.0)
+        program = bench._program(sliced=True)
+        assert not program._records and not program._past
+
+
 def visit(*calls: tuple[float, float]) -> Visit:
     return dict.fromkeys(ACTIONS, calls)
 

@@ -18,8 +18,13 @@ from pipefit.profile.points import SMALLEST, Point
 Array = NDArray[np.float64]
 
 ODD = 0.03
+"""Points that the others contradict by more than this share count less."""
+
 ROUNDS = 6
 """Of reweighting."""
+
+STRAIGHT = 0.03
+"""A knot that its neighbours' straight line misses by less than this share is noise, or the luck of a round number."""
 
 
 def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: bool, fixed_s: float = 0.0) -> ActionCurve:
@@ -31,7 +36,7 @@ def fit_action(points: Sequence[Point], seconds: Sequence[float], attention: boo
     """
     from scipy.optimize import nnls
 
-    knots = _knots(points, attention)
+    knots = _knots(points, seconds, attention)
     counts = np.array([point.rows * point.tokens for point in points], dtype=np.float64)
     columns = segments(counts, knots)
     if attention:
@@ -84,11 +89,24 @@ def fit_layer(
     return curves, worst
 
 
-def _knots(points: Sequence[Point], attention: bool) -> Array:
+def _knots(points: Sequence[Point], seconds: Sequence[float], attention: bool) -> Array:
     """Numbers of tokens at which the curve may bend: those measured without context and, where attention costs, in
-    rows of at most an eighth of the longest, where it hardly counts."""
-    plain = [point for point in points if not point.past]
-    if attention:
-        short = max(SMALLEST, max(point.tokens for point in plain) // 8)
-        plain = [point for point in plain if point.tokens <= short]
-    return np.array(sorted({point.rows * point.tokens for point in plain}), dtype=np.float64)
+    rows of at most an eighth of the longest, where it hardly counts. There, most points lie elsewhere, and have a say
+    only between knots: so knots that bend by no more than `STRAIGHT` are left out, the straightest first."""
+    if not attention:
+        return np.array(sorted({point.rows * point.tokens for point in points}), dtype=np.float64)
+    short = max(SMALLEST, max(point.tokens for point in points if not point.past) // 8)
+    known = {
+        point.rows * point.tokens: time_s
+        for point, time_s in zip(points, seconds, strict=True)
+        if not point.past and point.tokens <= short
+    }
+    knots = np.array(sorted(known), dtype=np.float64)
+    times = np.array([known[int(knot)] for knot in knots])
+    while len(knots) > 2:
+        slope = (times[2:] - times[:-2]) / (knots[2:] - knots[:-2])
+        bend = np.abs(times[:-2] + slope * (knots[1:-1] - knots[:-2]) - times[1:-1]) / times[1:-1]
+        if bend.min() > STRAIGHT:
+            break
+        knots, times = (np.delete(each, 1 + bend.argmin()) for each in (knots, times))
+    return knots

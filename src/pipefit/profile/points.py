@@ -8,8 +8,9 @@ The runtime attends to earlier slices one by one, so a context costs by the numb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipefit.model.graph import Graph
 
@@ -20,21 +21,55 @@ BENDS = 0.02
 "A knot that its neighbours miss by more than this share is in the knee."
 
 
-_ONE_ROW = (
-    (1, 8, 8),
-    (2, 2, 1),
-    (2, 14, 1),
-    (2, 14, 7),
-    (4, 4, 1),
-    (4, 8, 2),
-    (4, 12, 3),
-    (4, 12, 12),
-    (8, 8, 1),
-    (12, 4, 1),
-    (15, 1, 1),
+Rows = Literal["one", "some", "most"]
+"""One; as many as `most_tokens` have room for; the geometric mean of the two."""
+
+_PARTS = 32
+"Lengths and contexts are given in so many parts of the sequence."
+
+_KNEE = 4
+"Points that `refined` may always add."
+
+_CROWD = 4
+"Slices hold at most so many times the tokens of the largest microbatch, those of their context among them."
+
+_WHOLE: tuple[tuple[float, Rows], ...] = (
+    (32, "one"),
+    (32, "most"),
+    (9.2, "one"),
+    (23.1, "most"),
+    (20.7, "one"),
+    (14.4, "most"),
 )
-_MOST_ROWS = ((2, 8, 4), (4, 4, 1), (4, 12, 3), (8, 8, 1), (12, 4, 2), (15, 1, 1))
-"""(length, context, earlier slices) of the measured slices; length and context in sixteenths of the sequence."""
+"""(length, rows) of measured sequences without context: the longest, and lengths that are no round numbers."""
+
+_SLICES: tuple[tuple[int, int, int, Rows], ...] = (
+    (16, 16, 1, "one"),
+    (4, 28, 7, "one"),
+    (8, 24, 6, "most"),
+    (30, 2, 1, "most"),
+    (2, 30, 15, "one"),
+    (2, 14, 3, "some"),
+    (19, 9, 4, "most"),
+    (8, 24, 3, "one"),
+    (6, 26, 1, "some"),
+    (16, 16, 1, "most"),
+    (21, 11, 2, "one"),
+    (3, 13, 4, "most"),
+    (13, 3, 1, "one"),
+    (11, 21, 5, "one"),
+    (17, 13, 2, "some"),
+    (2, 30, 6, "most"),
+    (30, 2, 1, "one"),
+    (10, 4, 1, "most"),
+    (5, 9, 1, "one"),
+    (13, 19, 8, "most"),
+    (4, 28, 7, "some"),
+    (22, 10, 1, "most"),
+)
+"""(length, context, earlier slices, rows) of the measured slices, the most telling first: few and many rows with short
+and long slices, each with long contexts and short ones in few slices and many. Round lengths alone would not do, as
+kernels are a few per cent faster at powers of two than between them; nor would one row, as caches hold less of many."""
 
 
 class Point(NamedTuple):
@@ -64,7 +99,7 @@ def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[Point]:
     """
     points = [_with_tokens(count, sequence) for count in token_counts(most_tokens)]
     if any(operator.kind == "attention" for operator in graph.operators):
-        points += attention_points(sequence, most_tokens)
+        points += attention_points(sequence, most_tokens)[: max(0, MOST_POINTS - _KNEE - len(points))]
     return list(dict.fromkeys(points))
 
 
@@ -77,13 +112,27 @@ def token_counts(most_tokens: int) -> list[int]:
 
 
 def attention_points(sequence: int, most_tokens: int) -> list[Point]:
-    """Whole sequences of several lengths, and slices with context; one row, and as many rows as fit."""
-    part = max(1, sequence // 16)
-    most_rows = max(1, most_tokens // sequence)
-    points = [Point(rows, part * length) for rows in (1, most_rows) for length in (4, 8, 16)]
-    for rows, slices in ((1, _ONE_ROW), (most_rows, _MOST_ROWS)):
-        points += [Point(rows, part * length, part * past, count) for length, past, count in slices]
-    return points
+    """Whole sequences of several lengths, and slices with context, the most telling first."""
+    points = []
+    for parts, rows in _WHOLE:
+        length = _share(parts, sequence)
+        points.append(Point(_rows(rows, most_tokens // length), length))
+    for parts, past_parts, earlier, rows in _SLICES:
+        length = _share(parts, sequence)
+        past = min(_share(past_parts, sequence), sequence - length)
+        if past:
+            most = min(most_tokens // length, _CROWD * most_tokens // (length + past))
+            points.append(Point(_rows(rows, most), length, past, min(earlier, past)))
+    return list(dict.fromkeys(points))
+
+
+def _share(parts: float, sequence: int) -> int:
+    return max(1, int(sequence * parts / _PARTS))
+
+
+def _rows(which: Rows, most: int) -> int:
+    most = max(1, most)
+    return {"one": 1, "some": max(1, round(math.sqrt(most))), "most": most}[which]
 
 
 def refined(points: Sequence[Point], seconds: Sequence[float], sequence: int) -> list[Point]:

@@ -148,6 +148,11 @@ class StageProgram:
         record = self._records.pop((microbatch, slice_))
         record.finish_weights(len(self.layers), self.on_layer_gradients)
 
+    def abandon(self) -> None:
+        """Forget microbatches without their backward, and let go of what they kept."""
+        self._records.clear()
+        self._past.clear()
+
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, feed: Feed) -> Tensors:
         """Forward only, nothing kept, dropout off. With slices, the whole sequence is given at once."""
@@ -161,8 +166,9 @@ class StageProgram:
         record = Record(microbatch, slice_, feed, train)
         extent = feed.positions if feed.positions is not None else feed.tokens
         if extent is None:
-            extent = feed.labels if feed.labels is not None else inputs[""]
-        record.rows, record.tokens = extent.shape[0], extent.shape[1]
+            extent = feed.labels if feed.labels is not None else inputs.get("", feed.rows)
+        assert extent is not None, "neither inputs nor a feed that says how many rows there are"
+        record.rows, record.tokens = extent.shape[0], extent.shape[1] if extent.dim() > 1 else 1
         shard = self.shard
         record.local_rows = record.rows if shard is None else shard.length(record.rows)
         record.local_tokens = record.tokens if shard is None else shard.length(record.tokens)
