@@ -30,7 +30,7 @@ _PARTS = 32
 _KNEE = 4
 "Points that `refined` may always add."
 
-_CROWD = 4
+_CROWD = 2
 "Slices hold at most so many times the tokens of the largest microbatch, those of their context among them."
 
 _WHOLE: tuple[tuple[float, Rows], ...] = (
