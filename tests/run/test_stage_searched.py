@@ -1,8 +1,8 @@
 """Searched programs over 2 and 3 gloo processes with uneven shares, against the same model on one device.
 
 Prices are drawn at random, so that the search takes one way after another that the rules allow: rows, tokens, heads,
-columns and features split, partial sums that pass through sums, conversions over a third form. Loss and every gradient
-in float64, 1e-10.
+columns and features split, partial sums that pass through sums, conversions over a third form and from one split to
+another, every lowering of uneven parts. Loss and every gradient in float64, 1e-10.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.run.processes import run_processes
 from tests.run.test_stage_sharded import programs_step
 from tests.shard.random_clusters import model_of, random_setting
 
+from pipefit.cost.lowerings import LOWERINGS, Lowered, Rounds
 from pipefit.run.stage import StageProgram
 from pipefit.shard.chain import Chains
 from pipefit.shard.recipe import parse_recipe, write
@@ -34,7 +35,10 @@ class RandomPrices(Chains):
         draw = random.Random(f"{self.seed} {graph.hash} {takes}")
 
         def drawn(one):
-            return None if one is None else replace(one, line=(draw.random() * self.toll, 0.0))
+            if one is None:
+                return None
+            ahead, back = ((draw.choice(each),) if each else () for each in (one.ahead, one.back))
+            return replace(one, line=(draw.random() * self.toll, 0.0), ahead=ahead, back=back)
 
         steps = tuple(
             replace(
@@ -58,7 +62,10 @@ class RandomPrices(Chains):
 def random_recipes(layers, shares, seed, rows, tokens, toll):
     """The text of a recipe for every layer."""
     kind = random_setting(0).kinds[0]
-    setting = replace(random_setting(0), kinds=(kind,) * len(shares), rows=rows, tokens=tokens)
+    free = tuple(Lowered(name, 0.0, 0.0, Rounds()) for name in LOWERINGS)
+    setting = replace(
+        random_setting(0), kinds=(kind,) * len(shares), rows=rows, tokens=tokens, lowered=lambda kind, size: free
+    )
     model = model_of(layers)
     search = RandomPrices(model, setting)
     search.seed, search.toll = seed, toll
@@ -104,9 +111,14 @@ def drawn_cases(all_shares, count):
 def test_two_devices():
     todo = drawn_cases([(2, 1), (1, 1)], 20)
     words = {word for case in todo for text in case[-1] for word in text.split()}
-    forms = {form for word in words if ">" in word for form in word.rpartition(":")[2].split(">")}
+    turns = {word.rpartition(":")[2].partition("/")[0] for word in words if ">" in word}
+    forms = {form for turn in turns for form in turn.split(">")}
+    assert {"G0>G1", "G1>G0", "G1>G2"} <= turns
+    assert {"grouped", "alltoallv", "padded+grouped", "alltoallv+padded"} <= {word.partition("/")[2] for word in words}
     assert {"I", "P", "G0", "G1", "G2"} <= forms
     assert {"d0", "d1", "heads", "in", "out", "vocabulary", "+1"} <= words
+    stored = {word.split(":")[0] for word in words if ".weight:G" in word or ".bias:G" in word or "weight:G" in word}
+    assert {"weight", "q.weight", "q.bias", "down.weight", "lm.weight"} <= stored, "stored split, gathered for use"
     assert run_processes(check_recipes, 2, todo) == [20, 20]
 
 

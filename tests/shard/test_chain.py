@@ -79,7 +79,7 @@ def test_one_row_and_dear_gradients_make_tensor_parallelism():
 
 def test_norms_that_count_make_sequence_parallelism():
     """As before, with norms and sums that take their time: they are split by tokens, as Korthikanti et al. do."""
-    where = setting(rows=1, tokens=32, bytes_per_s=1e8, latency_s=0.0, memory_bandwidth_bytes_per_s=6e7)
+    where = setting(rows=1, tokens=24, bytes_per_s=5e7, latency_s=0.0, memory_bandwidth_bytes_per_s=6e7)
     parameters, stream = block_forms(*searched(where))
     assert stream == (Form("G", 1), Form("G", 1))
     assert {str(parameters[f"{name}.weight"]) for name in ("q", "k", "v", "gate", "up")} == {"G0"}
@@ -154,6 +154,25 @@ def test_memory_makes_parameters_split():
         synthesize(Chains(model, less), model.layers)
 
 
+def test_scarce_memory_makes_fsdp():
+    """Rows split, as with plenty of memory, and every matrix of the blocks stored split and gathered for use."""
+    model = model_of(toy_layers())
+    sizes = {"bytes_per_s": 1e8, "latency_s": 0.0, "microbatches": 4, "rows": 8, "tokens": 8}
+    free = synthesize(Chains(model, setting(**sizes)), model.layers)
+    scarce = setting(**sizes, memory_bytes=int(2**26 + 0.75 * max(free.held_bytes)))
+    tight = synthesize(Chains(model, scarce), model.layers)
+    assert max(tight.held_bytes) <= 0.75 * max(free.held_bytes)
+    names = [f"{name}.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    for links, gathered in ((free.links, []), (tight.links, names)):
+        program = write(model.layer_graph(model.layers[1]), (1, 1), links[1].recipe)
+        read = [operator.inputs[0] for operator in program.graphs[0].operators if operator.kind == "unshard"]
+        assert [name for name in read if name in names] == gathered
+        assert str(program.input_form) == str(program.output_form) == "G0"
+        assert {str(program.parameter_forms[name]) for name in names} <= ({"G0", "G1"} if gathered else {"I"})
+        assert {str(program.forms[operator.outputs[0]]) for operator in program.graphs[0].operators
+                if operator.kind in ("linear", "attention")} == {"G0"}  # fmt: skip
+
+
 def test_recipes_reload_equal_and_mistakes_are_told():
     _, links = searched(setting(rows=1, tokens=2, bytes_per_s=3e7, latency_s=0.0))
     for link in links:
@@ -167,7 +186,12 @@ def test_recipes_reload_equal_and_mistakes_are_told():
         (block.replace("heads", "hands"), "no such label(.|\n)*hands"),
         (block.replace(" heads ", " +9 "), r"not pass partial sums(.|\n)*attention(.|\n)*\+9"),
         (block.replace(f"{turn}>", f"{turn.partition(':')[0]}:P>"), r"cannot be converted so(.|\n)*P>I"),
-        (block.replace(f"{turn}>I", f"{turn}>G0"), r"cannot be converted so(.|\n)*>G0"),
+        (block.replace(f"{turn}>I", f"{turn}>G1"), r"cannot be converted so(.|\n)*>G1"),
+        (
+            block.replace(f"{turn}>I", f"{turn}>I/piped"),
+            r"to move parts(.|\n)*piped(.|\n)*padded, grouped",
+        ),
+        (block.replace(f"{turn}>I", f"{turn}>I/padded+grouped+padded"), "no way to move parts"),
     ):
         with pytest.raises(PlanError, match=words):
             write(block_graph(), (1, 1), parse_recipe(text))

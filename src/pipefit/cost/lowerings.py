@@ -18,12 +18,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, passes_backwards, reduce_scatter_s
 from pipefit.cost.network import Network, Port
+from pipefit.cost.roofline import CollectiveTime
 from pipefit.cost.types import Array
+from pipefit.layout import split
 
 Lowering = Literal["padded", "grouped", "alltoallv"]
 LOWERINGS: tuple[Lowering, ...] = ("padded", "grouped", "alltoallv")
@@ -35,14 +38,6 @@ EVEN: Mapping[str, Callable[[Network, Sequence[Sequence[int]], float], float]] =
     "all_reduce": all_reduce_s,
 }
 """Collectives of even parts, and all-reduce, which has no parts."""
-
-BACKWARD: Mapping[str, str] = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-}
-"""What a collective of the forward pass does in the backward pass."""
 
 GROUPED_OVER_EVEN: Mapping[tuple[str, bool], float] = {
     ("all_gather", True): 9.46 / 9.15,
@@ -57,37 +52,43 @@ their released code). Only for clusters where grouped calls were not measured.""
 GROUPED: Mapping[str, str] = {"all_gather": "broadcasts", "reduce_scatter": "reduces"}
 """What `pipefit profile` calls the grouped calls."""
 
+Parts = tuple[float, ...]
+"""Of every position, its fraction of what is split."""
+
 Message = tuple[int, int, int]
 """(source, target, the position whose part it carries)."""
 
 
-@dataclass(frozen=True, slots=True)
 class Rounds:
-    """What the ports of a group carry, in parts of the whole tensor."""
+    """What the ports of a group carry, in parts of the whole tensor: for every round an array [port, position], or
+    [port, position, position] where two cuts meet (all-to-all), of seconds a byte."""
 
-    loads: tuple[Array, ...]
-    "Of every round: [port, position], or [port, position, position] where two cuts meet (all-to-all): s per byte."
+    def __init__(self, *loads: Array) -> None:
+        self.loads = loads
+        self._known: dict[tuple[Parts, ...], float] = {}
 
-    def s_per_byte(self, *parts: Sequence[float]) -> float:
-        """Seconds for a byte of the whole tensor, with these parts (fractions by position; two lists for two cuts)."""
-        total = 0.0
-        for each in self.loads:
-            load = each @ np.asarray(parts[-1])
-            if load.ndim > 1:
-                load = load @ np.asarray(parts[0])
-            total += float(load.max(initial=0.0))
-        return total
+    def s_per_byte(self, *parts: Parts) -> float:
+        """Seconds for a byte of the whole tensor, with these parts (fractions by position; of two cuts, two lists)."""
+        if parts not in self._known:
+            total = 0.0
+            for each in self.loads:
+                load = each @ np.asarray(parts[-1])
+                if load.ndim > 1:
+                    load = load @ np.asarray(parts[0])
+                total += float(load.max(initial=0.0))
+            self._known[parts] = total
+        return self._known[parts]
 
-    def tangents(self, count: int) -> list[tuple[Array, float]]:
-        """[(load, constant)] of every round, [port, position]: straight lines in the parts that are equal to the loads
-        of one cut, and touch those of two at even parts."""
-        found = []
+    def lines(self, count: int) -> list[tuple[Array, float]]:
+        """(load [port, position], constant) of every round as straight lines in the parts of `count` devices: the
+        loads themselves; of two cuts, what touches them at even parts."""
+        found: list[tuple[Array, float]] = []
         for each in self.loads:
             if each.ndim == 2:
                 found.append((each, 0.0))
             else:
-                lines = (each.sum(axis=1) + each.sum(axis=2)) / count
-                found.append((lines, -float(each.sum(axis=(1, 2)).max(initial=0.0)) / count**2))
+                constant = -float(each.sum(axis=(1, 2)).max(initial=0.0)) / count**2
+                found.append(((each.sum(axis=1) + each.sum(axis=2)) / count, constant))
         return found
 
 
@@ -97,22 +98,26 @@ class Lowered:
 
     name: Lowering
     constant_s: float
-    bytes: float
-    "Of the whole tensor."
+    slope: float
+    "Times what the rounds carry: bytes of the whole tensor; of padding, seconds for n times the longest part."
     rounds: Rounds
 
-    def seconds(self, *parts: Sequence[float]) -> float:
-        """With these parts: fractions by position, two lists for two cuts."""
-        return self.constant_s + self.bytes * self.rounds.s_per_byte(*parts)
+    def seconds(self, *parts: Parts) -> float:
+        """With these parts: fractions by position; of two cuts, two lists."""
+        if self.name == "padded" and len(parts) > 1:
+            parts = tuple((max(each),) * len(each) for each in parts)
+        return self.constant_s + self.slope * self.rounds.s_per_byte(*parts)
 
 
 class Lowerings:
-    """The lowerings of collectives over groups that do the same at the same time; loads are worked out once."""
+    """The lowerings of collectives over groups that do the same at the same time; loads are worked out once. Of groups
+    beside the first, every device has the part of the first one's device at its position."""
 
     def __init__(self, network: Network, rings: Sequence[Sequence[int]]) -> None:
         self.network, self.rings = network, tuple(tuple(ring) for ring in rings)
         self.size = len(self.rings[0])
         self._known: dict[tuple[str, Lowering], tuple[float, Rounds]] = {}
+        self._padding = Rounds(self.size * np.eye(self.size))
 
     def of(self, operation: str, total_bytes: float) -> tuple[Lowered, ...]:
         """All lowerings of all_gather, reduce_scatter or all_to_all of a tensor that has so many bytes in all."""
@@ -120,19 +125,20 @@ class Lowerings:
 
     def one(self, operation: str, name: Lowering, total_bytes: float) -> Lowered:
         """One of them."""
-        if name == "padded" and operation != "all_to_all":
+        if name == "padded" and operation in EVEN:
             one, two = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
-            slope = (two - one) / total_bytes if total_bytes else 0.0
-            return Lowered(name, 2 * one - two, total_bytes, Rounds((slope * self.size * np.eye(self.size),)))
+            return Lowered(name, 2 * one - two, two - one, self._padding)
         key = operation, name
         if key not in self._known:
             self._known[key] = self._unit(operation, name)
         return Lowered(name, self._known[key][0], total_bytes, self._known[key][1])
 
-    def seconds(self, operation: str, name: str, total_bytes: float, *parts: Sequence[float]) -> float:
-        """What one of them takes with these parts; all_reduce has none."""
+    def seconds(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
+        """What one of them takes with these parts; an all_reduce has none."""
         if operation == "all_reduce":
             return all_reduce_s(self.network, self.rings, total_bytes)
+        if name == "padded" and operation in EVEN:
+            return EVEN[operation](self.network, self.rings, total_bytes * self.size * max(parts[0]))
         assert name in LOWERINGS, f"no lowering {name!r}"
         return self.one(operation, name, total_bytes).seconds(*parts)
 
@@ -146,7 +152,7 @@ class Lowerings:
             (i, j, i if operation == "all_gather" else j) for i in range(self.size) for j in range(self.size) if i != j
         ]
         steps = (self.size - 1) * latency * self._latency_s(messages)
-        return steps, Rounds((per_byte * self._loads(messages),))
+        return steps, Rounds(per_byte * self._loads(messages))
 
     def _exchange(self) -> tuple[float, Rounds]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
@@ -157,16 +163,16 @@ class Lowerings:
             for port, seconds in self._ports(i, j):
                 load[port][i, j] += seconds
         steps = (self.size - 1) * latency * self._latency_s([(i, j, i) for i, j in pairs])
-        return steps, Rounds((per_byte * _stack(load.values(), (self.size, self.size)),))
+        return steps, Rounds(per_byte * _stack(load.values(), (self.size, self.size)))
 
     def _gathered(self) -> tuple[float, Rounds]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
         constant, rounds = self._unit("all_gather", "grouped")
-        return constant, Rounds(tuple(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
+        return constant, Rounds(*(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
 
     def _ring_groups(self, operation: str) -> tuple[float, Rounds]:
         """NCCL: every part goes along the ring to its last member, all parts at once; a hop carries all but one."""
-        measured = self._measured(GROUPED[operation])
+        measured = self.network.was_measured(GROUPED[operation])
         even = GROUPED_OVER_EVEN[operation, self.network.inside(self.rings)]
         latency, per_byte = self._factors(GROUPED[operation]) if measured else (1.0, even)
         order = sorted(range(self.size), key=lambda position: self.rings[0][position])
@@ -178,7 +184,7 @@ class Lowerings:
             if part != (b if operation == "all_gather" else a)
         ]
         steps = (self.size - 1) * latency * self._latency_s(messages)
-        return steps, Rounds((per_byte * self._loads(messages),))
+        return steps, Rounds(per_byte * self._loads(messages))
 
     def _gloo_groups(self, operation: str) -> tuple[float, Rounds]:
         """gloo: one tree, or ring with a gather, after the other; each is as slow as its rounds are."""
@@ -188,7 +194,7 @@ class Lowerings:
             for messages, share in _tree(self.size, root) if operation == "all_gather" else self._reduce(root):
                 constant += latency * self._latency_s(messages)
                 loads.append(share * per_byte * self._loads(messages))
-        return constant, Rounds(tuple(loads))
+        return constant, Rounds(*loads)
 
     def _reduce(self, root: int) -> list[tuple[list[Message], float]]:
         """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""
@@ -202,14 +208,9 @@ class Lowerings:
     def _factors(self, operation: str) -> tuple[float, float]:
         return self.network.collective_factors(operation, self.network.inside(self.rings))
 
-    def _measured(self, operation: str) -> bool:
-        measured = self.network.cluster.measured
-        return measured is not None and any(curve.operation == operation for curve in measured.collectives)
-
     def _latency_s(self, messages: Iterable[Message]) -> float:
-        return max(
-            (self.network.link(ring[i], ring[j]).latency_s for ring in self.rings for i, j, _ in messages), default=0.0
-        )
+        ends = {(i, j) for i, j, _ in messages}
+        return max((self.network.link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
     def _loads(self, messages: Iterable[Message]) -> Array:
         """[port, position]: seconds that a byte of every position's part keeps a port busy."""
@@ -221,8 +222,34 @@ class Lowerings:
 
     def _ports(self, i: int, j: int) -> Iterable[tuple[Port, float]]:
         for ring in self.rings:
+            if max(i, j) >= len(ring):  # a smaller group beside
+                continue
             link = self.network.link(ring[i], ring[j])
             yield from self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s)
+
+
+def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: Sequence[int]) -> CollectiveTime:
+    """Collectives over shard groups with these shares, as layers are costed with them."""
+    known = lowerings_over(network, rings)
+    exact = tuple(share / sum(shares) for share in shares)
+
+    def collective(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
+        parts = [tuple((stop - start) / count for start, stop in split(count, shares)) for count in units]
+        return known.seconds(kind, how, total_bytes, *(parts or (exact,)))
+
+    return collective
+
+
+_OVER: WeakKeyDictionary[Network, dict[tuple[tuple[int, ...], ...], Lowerings]] = WeakKeyDictionary()
+
+
+def lowerings_over(network: Network, rings: Sequence[Sequence[int]]) -> Lowerings:
+    """The lowerings over these groups, remembered as long as the network."""
+    known = _OVER.setdefault(network, {})
+    key = tuple(tuple(ring) for ring in rings)
+    if key not in known:
+        known[key] = Lowerings(network, key)
+    return known[key]
 
 
 def _tree(size: int, root: int) -> list[tuple[list[Message], float]]:

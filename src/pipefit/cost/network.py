@@ -110,8 +110,18 @@ class Network:
         key = (operation, inside)
         if key not in self._factors:
             measured = self.cluster.measured
-            self._factors[key] = collective_factors(measured, operation, self.host, inside) if measured else (1.0, 1.0)
+            if self.over_gloo and operation == "reduce_scatter" and not self.was_measured(operation):
+                self._factors[key] = 2.0, 2.0  # PyTorch's gloo backend sums it by an all-reduce
+            else:
+                self._factors[key] = (
+                    collective_factors(measured, operation, self.host, inside) if measured else (1.0, 1.0)
+                )
         return self._factors[key]
+
+    def was_measured(self, operation: str) -> bool:
+        """Whether `pipefit profile` measured this collective."""
+        measured = self.cluster.measured
+        return measured is not None and any(curve.operation == operation for curve in measured.collectives)
 
     def way(self, source: int, target: int) -> Port:
         """What messages go over one after the other: the link between two hosts, or between two devices of one."""

@@ -8,17 +8,19 @@ The measured cost model of a later version takes this one's place behind the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pipefit.cluster.types import DeviceKind, is_processor
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
-from pipefit.model.graph import Graph, Operator, element_count
+from pipefit.model.graph import Graph, Operator, element_count, size_value
 from pipefit.model.ops import KINDS, saved_bytes
+from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.passing import Passing, passing_bytes
 from pipefit.model.ops.saved import kept, owed_bytes
 from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
+from pipefit.model.ops.unshard import gathers_of, weights
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -58,10 +60,21 @@ MERGING = (5, 4)
 """Kernels that attention runs for each earlier slice beside those for its own keys, forward and backward: over that
 slice's keys, and to merge what comes of them (`run/ops/attention.py`)."""
 
-CollectiveTime = Callable[[str, float], float]
-"""(kind of collective, bytes of the whole tensor) -> seconds over the shard axis in question."""
 
-BACKWARD = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}
+class CollectiveTime(Protocol):
+    """Seconds of collectives over the shard axis in question."""
+
+    def __call__(self, kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
+        """`total_bytes` of the whole tensor; `how` uneven parts are moved (`cost/lowerings.py`); `units` in which the
+        split dimension is cut, of an all_to_all that before and that afterwards; none: any fraction."""
+
+
+BACKWARD = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+}
 """What a collective of the forward pass does in the backward pass; `shard_slice` moves nothing between devices."""
 
 
@@ -261,6 +274,8 @@ def _operator(
     chunks: int,
 ) -> tuple[float, float, float]:
     """Seconds of (forward, input gradient, weight gradient)."""
+    if operator.kind == "unshard":
+        return _unshard(graph, operator, precision, collective)
     if operator.kind in BACKWARD:
         return _collective(graph, operator, symbols, precision, collective)
     rate = kind.peak_flops_per_s[precision] * kind.efficiency
@@ -312,27 +327,56 @@ def _roof(work: Work | None, rate: float, kind: DeviceKind) -> float:
 def _differentiable(graph: Graph, operator: Operator) -> bool:
     """Whether a gradient flows to an activation input: not for what only reads tokens or positions."""
     roles = {tensor.name: tensor.role for tensor in graph.inputs}
-    parameters = {parameter.name for parameter in graph.parameters}
+    parameters = weights(graph)
     return any(
         name and name not in parameters and roles.get(name, "activation") == "activation" for name in operator.inputs
     )
 
 
 def _parameter_elements(graph: Graph, names: Sequence[str]) -> int:
-    return sum(
-        element_count(parameter.shape, {})
-        for parameter in graph.parameters
-        if parameter.trainable and parameter.name in names
-    )
+    found = weights(graph)
+    return sum(element_count(found[name].shape, {}) for name in {*names} & {*found} if found[name].trainable)
 
 
 def _collective(
     graph: Graph, operator: Operator, symbols: dict[str, int], precision: Precision, collective: CollectiveTime | None
 ) -> tuple[float, float, float]:
     assert collective is not None, f"{operator.kind} in a graph that is costed without a shard axis"
-    sizes = [
-        element_count(graph.tensor(name).shape, symbols) * COMPUTE_BYTES[precision]
-        for name in (operator.inputs[0], operator.outputs[0])
-    ]
-    whole = float(max(sizes))
-    return collective(operator.kind, whole), collective(BACKWARD[operator.kind], whole), 0.0
+    shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
+    units: tuple[int, ...] = ()
+    if operator.kind == "all_to_all":
+        old, new = operator.attributes["from"], operator.attributes["dim"]
+        shapes[0] = tuple(shapes[1][dim] if dim == old else size for dim, size in enumerate(shapes[0]))
+        units = (
+            operator.attributes["from_units"] or size_value(shapes[0][old], symbols),
+            operator.attributes.get("units") or size_value(shapes[0][new], symbols),
+        )
+    elif operator.kind != "all_reduce":
+        whole_shape = shapes[1 if operator.kind == "all_gather" else 0]
+        units = (operator.attributes.get("units") or size_value(whole_shape[operator.attributes["dim"]], symbols),)
+    whole = float(max(element_count(shape, symbols) for shape in shapes) * COMPUTE_BYTES[precision])
+    forward, backward = lowering_of(operator)
+    return (
+        collective(operator.kind, whole, forward, units),
+        collective(BACKWARD[operator.kind], whole, backward, units[::-1]),
+        0.0,
+    )
+
+
+def _unshard(
+    graph: Graph, operator: Operator, precision: Precision, collective: CollectiveTime | None
+) -> tuple[float, float, float]:
+    """Gathering a parameter that is stored split, in the forward and, where the input gradient needs it, again; and
+    reducing its gradient."""
+    assert collective is not None, f"{operator.kind} in a graph that is costed without a shard axis"
+    name = operator.outputs[0]
+    weight = weights(graph)[name]
+    elements, times = float(element_count(weight.shape, {})), gathers_of(graph, name)
+    width = (GRADIENT_BYTES if times else COMPUTE_BYTES)[precision]
+    ahead, back = lowering_of(operator)
+    units = (operator.attributes.get("units") or weight.shape[operator.attributes["dim"]],)
+    forward_s = collective("all_gather", elements * COMPUTE_BYTES[precision], ahead, units)
+    reduce_s = collective("reduce_scatter", elements * width, back, units) if weight.trainable else 0.0
+    if not times:  # autograd keeps it, and reduces its gradient as it comes
+        return forward_s, reduce_s, 0.0
+    return forward_s, (times - 1) * forward_s, reduce_s

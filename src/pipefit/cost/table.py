@@ -17,6 +17,7 @@ import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.curves import stage_overhead_s
+from pipefit.cost.lowerings import shard_collective
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
 from pipefit.cost.memory_end import end_bytes, reduce_copy_bytes, state_share
 from pipefit.cost.memory_lanes import lane_limits, lane_parts, lanes_differ, state_shares
@@ -214,7 +215,7 @@ def _costs_by_place(
 ) -> Iterator[tuple[str, list[LayerCost]]]:
     """(kind, the cost of every layer), for each distinct device of the group."""
     rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
-    collective = _shard_collective(network, rings, stage.group.axis("shard").shares) if rings else None
+    collective = shard_collective(network, rings, stage.group.axis("shard").shares) if rings else None
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
@@ -319,19 +320,6 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         memory.pending_bytes,
         *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
     )
-
-
-def _shard_collective(
-    network: Network, rings: Sequence[Sequence[int]], shares: Sequence[int]
-) -> Callable[[str, float], float]:
-    """Collectives over shard groups; uneven parts are padded to the longest (`run/shard_comm.py`)."""
-    functions = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
-    padding = len(shares) * max(shares) / sum(shares)
-
-    def collective(kind: str, total_bytes: float) -> float:
-        return functions[kind](network, rings, total_bytes * (1.0 if kind == "all_reduce" else padding))
-
-    return collective
 
 
 def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:

@@ -8,12 +8,12 @@ the plan fits is for the rest of the planning to say, which knows recomputation 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.lowerings import EVEN, lowerings_over, shard_collective
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCosts, Place, Roofline
 from pipefit.layout import split
@@ -24,7 +24,7 @@ from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import Setting
 from pipefit.shard.synthesize import leanest
 
-COLLECTIVES = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
+COLLECTIVES = EVEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +104,12 @@ def setting_of(
     precision: Precision,
     microbatches: int,
     lanes: int = 1,
+    beside: Sequence[tuple[int, ...]] = (),
 ) -> Setting:
-    """The devices of a shard axis with what their links and their measured layers say."""
+    """The devices of a shard axis with what their links and their measured layers say; `beside` are other groups that
+    do the same at the same time."""
     kinds = tuple(network.kinds[device] for device in devices)
-    rings = [devices]
-
-    def collective(kind: str, size: float) -> float:
-        return COLLECTIVES[kind](network, rings, size)
+    rings = [devices, *beside]
 
     place = Place(rows, tokens, 0, tokens)
 
@@ -124,7 +123,8 @@ def setting_of(
     }
     return Setting(
         kinds=kinds,
-        collective=collective,
+        collective=shard_collective(network, rings, (1,) * len(devices)),
+        lowered=lowerings_over(network, rings).of,
         rows=rows,
         tokens=tokens,
         precision=precision,

@@ -4,12 +4,11 @@ candidates. A slice of a layer is worked out once, whatever the candidates that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.lowerings import shard_collective
 from pipefit.cost.memory import Precision
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import LayerCosts, Place, layer_seconds
@@ -17,8 +16,6 @@ from pipefit.cost.table import shard_rings, slice_places
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.layout import split
-
-COLLECTIVES = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s, "all_reduce": all_reduce_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class SliceRows:
         start, stop = split(tokens, shards.shares)[position]
         place, kind = Place(rows, tokens, past, stop - start, earlier), self.network.kinds[device]
         rings = shard_rings(stage) if shards.size > 1 else None
-        collective = _collective(self.network, rings) if rings else None
+        collective = shard_collective(self.network, rings, shards.shares) if rings else None
         known: dict[int, tuple[float, float]] = {}
         found = []
         for graphs in stage.layers:
@@ -109,7 +106,3 @@ def _places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
         place = stage.rows[replica], 0 if shards.is_even else position
         found.setdefault((network.kinds[device].name, *place), (device, *place))
     return list(found.values())
-
-
-def _collective(network: Network, rings: Sequence[Sequence[int]]) -> Callable[[str, float], float]:
-    return lambda kind, total_bytes: COLLECTIVES[kind](network, rings, total_bytes)

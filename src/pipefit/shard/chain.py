@@ -33,10 +33,12 @@ class Link:
     choice: Chosen
     cost_s: float
     "As the search counts it, for the shares it was searched with: devices in step after every operator."
+    shares: tuple[int, ...] = ()
+    "For which its collectives are lowered; none: they are padded."
 
     @property
     def recipe(self) -> Recipe:
-        return recipe_of(self.layer, self.choice, self.takes, self.gives)
+        return recipe_of(self.layer, self.choice, self.takes, self.gives, self.shares)
 
 
 _Met = tuple[Form, tuple[tuple[str, tuple[Form, Form]], ...]]
@@ -50,6 +52,10 @@ class Chains:
     setting: Setting
     byte_price_s: float = 0.0
     "What a byte that stays on a device costs: above 0 where memory is scarce."
+    streams: tuple[Form, ...] = ()
+    "The forms in which layers may hand the hidden state on; empty: any."
+    tied_whole: bool = False
+    "Whether parameters that layers share stay whole: where other groups of devices use them, too."
     _templates: dict[object, PricedLayer] = field(default_factory=dict)
 
     def search(self, layers: Sequence[Layer], shares: Sequence[int]) -> tuple[Link, ...]:
@@ -121,7 +127,9 @@ class Chains:
         taken = [tensor.name for tensor in graph.inputs if on_stream(tensor)]
         if taken and not layer.passable(taken[0], takes, fractions):
             return {}
-        forms = [form for form in stream_forms(graph, False) if layer.passable(graph.outputs[0], form, fractions)]
+        forms = [form for form in self._handed_on(graph) if layer.passable(graph.outputs[0], form, fractions)]
+        if not forms:
+            return {}
         ends = [{**layer.template.wanted, result: number_of(form)} for form in forms]
         found = solve_ends(problem, ends)
         return {
@@ -131,9 +139,15 @@ class Chains:
                 layer=layer,
                 choice=chosen(layer.template, numbers, solution),
                 cost_s=solution.cost_s,
+                shares=tuple(shares),
             )
             for number, solution in found.items()
         }
+
+    def _handed_on(self, graph: Graph) -> tuple[Form, ...]:
+        """The forms in which a layer may hand its result on."""
+        forms = stream_forms(graph, False)
+        return tuple(form for form in forms if form in self.streams) if self.streams and len(forms) > 1 else forms
 
     def _tied_forms(self, layers: Sequence[Layer]) -> list[dict[str, Form]]:
         """Every assignment of forms to the parameters that several different layers share."""
@@ -146,7 +160,11 @@ class Chains:
         for name, found in shared.items():
             local = next(local for local, other in found[0].parameters.items() if other == name)
             ranks[name] = len(self.model.layer_graph(found[0]).parameter(local).shape)
-        options = [[(name, form) for form in (IDENTITY, *map(gathered, range(rank)))] for name, rank in ranks.items()]
+        split = () if self.tied_whole else range(max(ranks.values(), default=0))
+        options = [
+            [(name, form) for form in (IDENTITY, *(gathered(dim) for dim in split if dim < rank))]
+            for name, rank in ranks.items()
+        ]
         return [dict(each) for each in itertools.product(*options)]
 
 

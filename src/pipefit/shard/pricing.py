@@ -7,17 +7,20 @@ with the one that its backward does (the duality of forms).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipefit.cluster.types import DeviceKind
+from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
 from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.cost.roofline import BACKWARD, CollectiveTime, Work, operator_work
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count, multiply_sizes
 from pipefit.model.ops import kept
+from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of
 from pipefit.shard.program import TOKENS, labels_at
@@ -32,7 +35,7 @@ class Setting:
     kinds: tuple[DeviceKind, ...]
     "Of every position."
     collective: CollectiveTime
-    "Over these devices."
+    "Over these devices, for even parts."
     rows: int
     tokens: int
     precision: Precision
@@ -40,6 +43,9 @@ class Setting:
     "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
     slowness: Mapping[str, float] = field(default_factory=dict)
     "Kind of device -> what its computing takes against the roofline, where that was measured."
+    lowered: Callable[[str, float], tuple[Lowered, ...]] | None = None
+    "(all_gather, reduce_scatter or all_to_all, bytes of the whole tensor) -> its lowerings over these devices; None:"
+    " parts are padded, and nothing goes from one split to another at once."
     lanes: int = 1
     "Groups of devices over which the layers are spread: one of them holds so small a part."
 
@@ -77,6 +83,8 @@ class Pick:
     linear: int = -1
     settle: Form = PARTIAL
     "What a partial result becomes at once."
+    how: str = ""
+    "How that moves uneven parts (`Toll.how`)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +168,10 @@ class _Pricing:
         template = Template(
             members=self.setting.members,
             steps=tuple(self.steps),
-            tolls=tuple({} if name in self.parameters else self.tolls(self.tensors[name]) for name in names),
+            tolls=tuple(
+                self.unshardings(self.parameters[name]) if name in self.parameters else self.tolls(self.tensors[name])
+                for name in names
+            ),
             cuts=tuple(sorted({*cuts.values()})),
             given=given,
             wanted=wanted,
@@ -205,6 +216,39 @@ class _Pricing:
             ways.append(OpenWay((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(Pick())
         self._step((), spec.name, ways, picks, -1)
+
+    def unshardings(self, spec: ParameterSpec) -> Mapping[tuple[int, int], Toll]:
+        """Storing a parameter split and gathering it for use (FSDP): in the forward, for the input gradient again, and
+        its gradient is reduced in every microbatch."""
+        if sum(spec.name in operator.inputs for operator in self.graph.operators) > 1:
+            return {}
+        elements, often = float(element_count(spec.shape, {})), gathers_of(self.graph, spec.name)
+        times = {"all_gather": max(1, often), "reduce_scatter": int(spec.trainable)}
+        size = elements * self.width
+        sizes = {
+            "all_gather": size,
+            "reduce_scatter": elements * GRADIENT_BYTES[self.setting.precision] if often else size,
+        }
+        lowered = self.setting.lowered
+
+        def seconds(padding: float) -> float:
+            return sum(times[kind] * self.setting.collective(kind, padding * sizes[kind]) for kind in sizes)
+
+        def ways(kind: str) -> tuple[Lowered, ...]:
+            found = lowered(kind, sizes[kind]) if lowered else ()
+            return tuple(
+                replace(one, constant_s=times[kind] * one.constant_s, slope=times[kind] * one.slope) for one in found
+            )
+
+        line = (0.0, 0.0) if lowered else (2 * seconds(1.0) - seconds(2.0), seconds(2.0) - seconds(1.0))
+        ahead, back = ways("all_gather"), ways("reduce_scatter")
+        return {
+            (frontier.split_along(dim), frontier.WHOLE): Toll(
+                line, cut, passing=max(sizes.values()), ahead=ahead, back=back
+            )
+            for dim in range(len(spec.shape))
+            if (cut := self.cut(spec.name, dim)) is not None
+        }
 
     def operator(self, place: int, operator: Operator) -> None:
         assert len(operator.outputs) == 1, f"{operator.kind} has several outputs"
@@ -278,8 +322,12 @@ class _Pricing:
             )
             found[frontier.WHOLE, along] = Toll((slow, 0.0), cut, meets=False, held=(0.0, kept))
             if tensor.role == "activation":
-                found[along, frontier.WHOLE] = Toll(self.line("all_gather", size), cut, held=(kept, 0.0))
-                found[frontier.PARTIAL, along] = Toll(self.line("reduce_scatter", size), cut, held=(0.0, kept))
+                found[along, frontier.WHOLE] = self.moving("all_gather", size, cut, (kept, 0.0))
+                found[frontier.PARTIAL, along] = self.moving("reduce_scatter", size, cut, (0.0, kept))
+        if tensor.role == "activation" and self.setting.lowered is not None:
+            for (old, earlier), (new, cut) in itertools.permutations(cuts.items(), 2):
+                toll = self.moving("all_to_all", size, cut, (0.0, kept), earlier)
+                found[frontier.split_along(old), frontier.split_along(new)] = toll
         if tensor.role == "activation":
             found[frontier.PARTIAL, frontier.WHOLE] = Toll(
                 (self.there_and_back("all_reduce", size), 0.0), held=(kept, 0.0)
@@ -291,6 +339,15 @@ class _Pricing:
         if name not in self.kept:
             return 0.0
         return float(element_count(self.shapes[name], self.setting.symbols) * self.width)
+
+    def moving(self, kind: str, size: float, cut: int, held: Line, earlier: int = WHOLE_CUT) -> Toll:
+        """A collective of parts, with the lowerings from which the cheapest is taken."""
+        lowered = self.setting.lowered
+        if lowered is None:
+            return Toll(self.line(kind, size), cut, held=held)
+        return Toll(
+            (0.0, 0.0), cut, held=held, ahead=lowered(kind, size), back=lowered(BACKWARD[kind], size), earlier=earlier
+        )
 
     def line(self, kind: str, size: float) -> Line:
         """A padded collective, forward and backward, as a line in n x the largest fraction."""

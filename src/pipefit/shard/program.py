@@ -28,8 +28,10 @@ CONVERSIONS: Mapping[tuple[str, str], str] = {
     ("P", "I"): "all_reduce",
     ("P", "G"): "reduce_scatter",
     ("I", "G"): "shard_slice",
+    ("G", "G"): "all_to_all",
 }
-"""The operator that brings a value from one kind of form to another."""
+"""The operator that brings a value from one kind of form to another. A parameter that is stored G is brought to I by
+`unshard`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Conversion:
     name: str
     source: Held
     target: Held
+    how: str = ""
+    "How uneven parts are moved: lowerings (`cost/lowerings.py`), forward and backward."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Choice:
     "Pass partial sums on: index into the operator's linear sets."
     settle: Form | None = None
     "What a partial result is reduced to at once; P: it stays as it is; None: the form of the residual stream."
+    how: str = ""
+    "How that moves uneven parts."
     before: tuple[Conversion, ...] = ()
     "Conversions of inputs in front of the operator. What they do not give is converted the shortest way."
 
@@ -99,7 +105,8 @@ class ShardedGraph:
         for operator in first.operators:
             shapes = " | ".join(_shape_text(graph.tensor(operator.outputs[0]).shape) for graph in self.graphs)
             inputs = ", ".join(name or "-" for name in operator.inputs)
-            lines.append(f"{operator.outputs[0]} = {operator.kind}({inputs}): {shapes}")
+            how = operator.attributes.get("lowering", "")
+            lines.append(f"{operator.outputs[0]} = {operator.kind}{how and '/'}{how}({inputs}): {shapes}")
         return "\n".join([*lines, f"return {', '.join(first.outputs)}"]) + "\n"
 
 
@@ -136,7 +143,7 @@ class Program:
             self.held[name] = Held(PARTIAL) if partial or choice.linear >= 0 else self._wanted(name, labels, choice)
         self._write(operator, inputs, results, labelled, partial)
         if settles:
-            self._settle(operator, late, choice.settle)
+            self._settle(operator, late, choice.settle, choice.how)
 
     def _inputs(
         self, operator: Operator, labelled: Labelled, choice: Choice, partial: bool
@@ -158,20 +165,26 @@ class Program:
         """One conversion, from a form in which the value is held already. Raises PlanError where it is not, and where
         there is no such conversion."""
         name, source, target = conversion.name, conversion.source, conversion.target
+        if name in self.parameters and self.held[name] == WHOLE:
+            self.held[name] = source
         held = name if self.held.get(name) == source else self.converted.get((name, source))
-        if held is None or (source.form.kind, target.form.kind) not in CONVERSIONS:
+        able = (source.form.kind, target.form.kind) in CONVERSIONS and source.form != target.form
+        if name in self.parameters:
+            users = sum(name in operator.inputs for operator in self.graph.operators)
+            able = source.form.kind == "G" and target == WHOLE and users == 1
+        if held is None or not able:
             raise PlanError(
                 "This value cannot be converted so.",
                 where=f"recipe, {name}",
                 seen=f"{source.form}>{target.form}",
                 allowed="from a form in which it is held: " + ", ".join(f"{one}>{two}" for one, two in CONVERSIONS),
             )
-        self.converted[name, target] = self._convert(held, target, name)
+        self.converted[name, target] = self._convert(held, target, name, conversion.how)
 
     def bring(self, name: str, want: Held) -> str:
         """The name under which `name` is held as `want`; parameters simply take the form, values are converted."""
         have = self.held[name]
-        if name in self.parameters:
+        if name in self.parameters and (name, want) not in self.converted:
             assert have in (want, WHOLE), f"{name} is used as {have} and as {want}"
             self.held[name] = want
             return name
@@ -242,29 +255,37 @@ class Program:
         assert isinstance(size, int), f"cannot split {name} {self.shapes[name]} along {dim}"
         return Held(gathered(dim), choice.units or size)
 
-    def _convert(self, name: str, want: Held, origin: str) -> str:
+    def _convert(self, name: str, want: Held, origin: str, how: str = "") -> str:
         have = self.held[name]
         dim = want.form.dim if want.form.kind == "G" else have.form.dim
-        kind = CONVERSIONS[have.form.kind, want.form.kind]
+        kind = "unshard" if name in self.parameters else CONVERSIONS[have.form.kind, want.form.kind]
         new = f"{origin}.{want.form}" + (f"x{want.units}" if want.units else "")
-        self.shapes[new], self.dtypes[new], self.held[new] = self.shapes[name], self.dtypes[name], want
+        self.shapes[new], self.held[new] = self.shapes[name], want
+        self.dtypes[new] = self.dtypes.get(name, "compute")
         for position in range(len(self.shares)):
             attributes: dict[str, Any] = {}
             if dim is not None:
                 attributes = {"dim": dim, "size": self.local_shape(new, position)[dim]}
-                units = want.units or have.units
+                units = want.units if want.form.kind == "G" else have.units
                 if units and units != self.shapes[name][dim]:
                     attributes["units"] = units
+            if kind == "all_to_all":
+                old = have.form.dim
+                assert old is not None
+                whole = self.shapes[name][old]
+                attributes |= {"from": old, "whole": whole, "from_units": have.units if have.units != whole else 0}
+            if how:
+                attributes["lowering"] = how
             operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
             self._append(position, operator)
         return new
 
-    def _settle(self, operator: Operator, late: list[str], form: Form | None) -> None:
+    def _settle(self, operator: Operator, late: list[str], form: Form | None, how: str) -> None:
         """Reduce a partial result, then add what must be added once."""
         for name in operator.outputs:
             on_stream = TOKENS in self.shapes[name][1:2] and self.stream.kind == "G"
             want = Held(form or (self.stream if on_stream else IDENTITY))
-            summed = self._convert(f"{name}.partial", want, name)
+            summed = self._convert(f"{name}.partial", want, name, how)
             self.held[name] = want
             for bias in late:
                 result = f"{name}.biased"

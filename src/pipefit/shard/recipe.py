@@ -5,15 +5,17 @@ writes the same program.
 
 First the forms in which the layer takes the hidden state and hands it on; then one word an operator, in order: the
 label that is split, `-` for whole, `+0` for partial sums that pass, `in>G1` for a label whose partial result is
-reduced at once. Words with a colon are conversions of a value, in front of what follows.
+reduced at once. Words with a colon are conversions of a value, in front of what follows. What moves parts otherwise
+than padded says how behind a slash: `t0:G1>I/grouped`, `in>G1/padded+alltoallv` (forward and backward).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pipefit.cost.lowerings import LOWERINGS
 from pipefit.errors import PlanError
 from pipefit.layout import PARTIAL, Form, parse_form
 from pipefit.model.graph import Graph, Operator
@@ -21,10 +23,10 @@ from pipefit.shard.cuts import cut_units
 from pipefit.shard.pricing import Pick, PricedLayer, form_of
 from pipefit.shard.program import Choice, Conversion, Held, ShardedGraph, shard
 from pipefit.shard.rules import Labelled
-from pipefit.shard.template import Chosen
+from pipefit.shard.template import Chosen, Toll, held_fractions
 
-Turn = tuple[str, Form, Form]
-"""A conversion: (value, from form, to form)."""
+Turn = tuple[str, Form, Form, str]
+"""A conversion: (value, from form, to form, how uneven parts are moved)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +50,27 @@ class Recipe:
         return " ".join([*words, *map(_turn_word, self.after)])
 
 
-def recipe_of(layer: PricedLayer, choice: Chosen, takes: Form, gives: Form) -> Recipe:
-    """What a solved layer means, operator by operator."""
+def recipe_of(layer: PricedLayer, choice: Chosen, takes: Form, gives: Form, shares: Sequence[int] = ()) -> Recipe:
+    """What a solved layer means, operator by operator; with `shares`, how uneven parts are moved is the cheapest for
+    them."""
+    fractions = held_fractions(layer.template.cuts, shares, layer.template.members) if shares else None
 
     def turns(moves: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
-        return tuple((layer.values[value], form_of(source), form_of(target)) for value, source, target in moves)
+        return tuple(
+            (layer.values[value], form_of(source), form_of(target), how(layer.template.tolls[value][source, target]))
+            for value, source, target in moves
+        )
+
+    def how(toll: Toll | None) -> str:
+        return "" if fractions is None or toll is None else toll.how(fractions)
 
     picks, before = [], []
     waiting: tuple[Turn, ...] = ()
-    for place, each, number, moves in zip(layer.operators, layer.picks, choice.ways, choice.before, strict=True):
+    steps = zip(layer.operators, layer.picks, layer.template.steps, choice.ways, choice.before, strict=True)
+    for place, each, step, number, moves in steps:
         waiting += turns(moves)
         if place >= 0:
-            picks.append(each[number])
+            picks.append(replace(each[number], how=how(step.ways[number].toll)))
             before.append(waiting)
             waiting = ()
     return Recipe(takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=turns(choice.after))
@@ -112,7 +123,8 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
             )
         if not pick.label:
             return Choice(linear=pick.linear, before=before)
-        return Choice(pick.label, _units_of(pick.label, operator, labelled, units), settle=pick.settle, before=before)
+        cut = _units_of(pick.label, operator, labelled, units)
+        return Choice(pick.label, cut, settle=pick.settle, how=pick.how, before=before)
 
     after = [_conversion(turn, units) for turn in recipe.after]
     taken = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
@@ -121,8 +133,8 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
 
 
 def _conversion(turn: Turn, units: Mapping[tuple[str, int], int]) -> Conversion:
-    name, source, target = turn
-    return Conversion(name, _held(name, source, units), _held(name, target, units))
+    name, source, target, how = turn
+    return Conversion(name, _held(name, source, units), _held(name, target, units), how)
 
 
 def _held(name: str, form: Form, units: Mapping[tuple[str, int], int]) -> Held:
@@ -142,16 +154,30 @@ def _units_of(label: str, operator: Operator, labelled: Labelled, units: Mapping
 
 
 def _turn_word(turn: Turn) -> str:
-    name, source, target = turn
-    return f"{name}:{source}>{target}"
+    name, source, target, how = turn
+    return f"{name}:{source}>{target}{how and '/'}{how}"
 
 
 def _turn(word: str) -> Turn:
     name, _, forms = word.rpartition(":")
+    forms, how = _how(forms)
     source, separator, target = forms.partition(">")
     if not (name and separator):
         raise PlanError("This is no conversion.", where="recipe", seen=repr(word), allowed="for example t0:G1>I")
-    return name, parse_form(source), parse_form(target)
+    return name, parse_form(source), parse_form(target), how
+
+
+def _how(word: str) -> tuple[str, str]:
+    """A word, and how parts are moved, which is said behind a slash. Raises PlanError for no known lowering."""
+    front, _, how = word.partition("/")
+    if how and (not {*how.split("+")} <= {*LOWERINGS} or how.count("+") > 1):
+        raise PlanError(
+            "This is no way to move parts between devices.",
+            where=f"recipe, {word}",
+            seen=how,
+            allowed=f"{', '.join(LOWERINGS)}, or two of them (forward and backward) joined by +",
+        )
+    return front, how
 
 
 def _pick_word(pick: Pick) -> str:
@@ -159,7 +185,7 @@ def _pick_word(pick: Pick) -> str:
         return f"+{pick.linear}"
     if not pick.label:
         return "-"
-    return pick.label if pick.settle == PARTIAL else f"{pick.label}>{pick.settle}"
+    return pick.label if pick.settle == PARTIAL else f"{pick.label}>{pick.settle}{pick.how and '/'}{pick.how}"
 
 
 def _pick(word: str) -> Pick:
@@ -167,5 +193,6 @@ def _pick(word: str) -> Pick:
         return Pick()
     if re.fullmatch(r"\+\d+", word):
         return Pick(linear=int(word[1:]))
+    word, how = _how(word)
     label, separator, form = word.partition(">")
-    return Pick(label, settle=parse_form(form) if separator else PARTIAL)
+    return Pick(label, settle=parse_form(form) if separator else PARTIAL, how=how)

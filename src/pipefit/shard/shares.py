@@ -13,8 +13,19 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from pipefit.cost.lowerings import Lowered, Rounds
 from pipefit.layout import split
-from pipefit.shard.template import WHOLE_CUT, Chosen, Lines, Members, OpenWay, Stretch, held_fractions
+from pipefit.shard.template import (
+    WHOLE_CUT,
+    Chosen,
+    Fractions,
+    Lines,
+    Members,
+    OpenWay,
+    Stretch,
+    Toll,
+    held_fractions,
+)
 
 Weights = tuple[float, ...]
 """One for each position of the shard axis, adding up to 1."""
@@ -33,14 +44,18 @@ class Room:
 
 
 def best_weights(
-    stretches: Sequence[tuple[Stretch, int]], members: Members, least: float, rooms: Sequence[Room] = ()
+    stretches: Sequence[tuple[Stretch, int]],
+    members: Members,
+    least: float,
+    rooms: Sequence[Room] = (),
+    around: Fractions | None = None,
 ) -> Weights | None:
     """The fractions with which these stretches (each so many times) take least; None where memory allows none.
 
     Devices of one kind get equal fractions: costs depend on the largest of a kind only. `least` is the smallest
-    fraction that is allowed.
+    fraction that is allowed. Collectives are lowered as it is cheapest `around` these fractions.
     """
-    program = _Program(members, least)
+    program = _Program(members, least, around)
     for room, fraction in zip(rooms, program.fraction, strict=False):
         program.row({fraction: room.split_bytes / room.limit_bytes}, 1.0 - room.whole_bytes / room.limit_bytes)
     for stretch, times in stretches:
@@ -52,8 +67,8 @@ def best_weights(
 class _Program:
     """Rows `terms <= bound` over variables that are not negative."""
 
-    def __init__(self, members: Members, least: float) -> None:
-        self.members = members
+    def __init__(self, members: Members, least: float, around: Fractions | None) -> None:
+        self.members, self.around = members, around
         self.costs: list[float] = []
         self.rows: list[tuple[dict[int, float], float]] = []
         self.fraction = [self.variable() for _ in range(members.kinds)]
@@ -61,6 +76,8 @@ class _Program:
         for fraction in self.fraction:
             self.row({fraction: -1.0}, -least)
             self.row({fraction: float(len(members.kind)), self.widest: -1.0}, 0.0)
+        self.rounds: dict[int, tuple[Rounds, list[int]]] = {}
+        "By the identity of what a lowering moves: a variable for every round, seconds a byte."
 
     def variable(self, cost: float = 0.0) -> int:
         self.costs.append(cost)
@@ -74,6 +91,8 @@ class _Program:
         for toll in stretch.tolls:
             if toll.cut != WHOLE_CUT:
                 self.costs[self.widest] += times * toll.line[1]
+            for one, _ in toll.lowerings(self.around) if self.around is not None else ():
+                self.lowered(one, times)
         for passes in ((0,), (1, 2)):
             whole = self.variable(times)
             for kind, fraction in enumerate(self.fraction):
@@ -81,6 +100,29 @@ class _Program:
                 for lines, cut in _lines(stretch.ways, passes, kind):
                     constant += self._add(lines, cut, fraction, terms)
                 self.row(terms, -constant)
+
+    def lowered(self, one: Lowered, times: float) -> None:
+        """The time of a collective: in every round the busiest port."""
+        if one.name == "padded" and one.rounds.loads[0].ndim == 2:
+            self.costs[self.widest] += times * one.slope
+            return
+        if id(one.rounds) not in self.rounds:
+            found = []
+            for loads, constant in one.rounds.lines(len(self.members.kind)):
+                found.append(self.variable())
+                rows = {tuple(self._by_kind(load)) for load in loads}
+                for row in rows:
+                    self.row({**dict(zip(self.fraction, row, strict=True)), found[-1]: -1.0}, -constant)
+            self.rounds[id(one.rounds)] = one.rounds, found
+        for variable in self.rounds[id(one.rounds)][1]:
+            self.costs[variable] += times * one.slope
+
+    def _by_kind(self, load: Sequence[float]) -> list[float]:
+        """What a port carries of the fraction of every kind."""
+        found = [0.0] * self.members.kinds
+        for seconds, kind in zip(load, self.members.kind, strict=True):
+            found[kind] += float(seconds)
+        return found
 
     def _add(self, lines: Lines, cut: int, fraction: int, terms: dict[int, float]) -> float:
         """Add one operator's pass to a row; what of it is constant is returned."""
@@ -170,15 +212,15 @@ def cost_s(stretches: Sequence[tuple[Stretch, int]], members: Members, shares: S
 def cuts_of(stretches: Sequence[tuple[Stretch, int]]) -> list[int]:
     """The cuts that occur, coarsest first."""
     found = {way.cut for stretch, _ in stretches for way in stretch.ways}
-    found |= {toll.cut for stretch, _ in stretches for toll in stretch.tolls}
+    found |= {cut for stretch, _ in stretches for toll in stretch.tolls for cut in (toll.cut, toll.earlier)}
     return sorted(found - {WHOLE_CUT})
 
 
 def held_bytes(chain: Sequence[Chosen], shares: Sequence[float]) -> tuple[float, ...]:
     """What stays on the fullest device of every kind, for one microbatch: parameters with gradients and state, and
-    what the backward needs of every layer, without what only passes."""
+    what the backward needs of every layer; of what only passes, the largest weight that is gathered for use."""
     members = chain[0].template.members
-    totals = [0.0] * members.kinds
+    totals = [passing_bytes(chain)] * members.kinds
     for chosen in chain:
         fractions = held_fractions(chosen.template.cuts, shares, members)
         for one in chosen.parts():
@@ -187,9 +229,14 @@ def held_bytes(chain: Sequence[Chosen], shares: Sequence[float]) -> tuple[float,
     return tuple(totals)
 
 
+def passing_bytes(chain: Sequence[Chosen]) -> float:
+    """The largest weight that is stored split and gathered for an operator, or its gradient."""
+    return max((one.passing for chosen in chain for one in chosen.parts() if isinstance(one, Toll)), default=0.0)
+
+
 def rooms(chain: Sequence[Chosen], limits: Sequence[float]) -> tuple[Room, ...]:
     """The memory of every kind of device as a line in its fraction; `limits` are what is free for it."""
-    whole = sum(one.held[0] for chosen in chain for one in chosen.parts())
+    whole = passing_bytes(chain) + sum(one.held[0] for chosen in chain for one in chosen.parts())
     split_ = sum(one.held[1] for chosen in chain for one in chosen.parts())
     return tuple(Room(whole, split_, limit) for limit in limits)
 

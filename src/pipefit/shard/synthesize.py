@@ -8,7 +8,7 @@ speed. A program, its shares and their cost are one record and never mixed. Cost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Generic, TypeVar
 
@@ -28,7 +28,7 @@ from pipefit.shard.shares import (
     rounded,
     stretches_of,
 )
-from pipefit.shard.template import Stretch
+from pipefit.shard.template import Stretch, held_fractions
 from pipefit.units import format_bytes
 
 Program = TypeVar("Program")
@@ -162,11 +162,15 @@ def _alternated(
 ) -> Record[tuple[Link, ...], tuple[int, ...]] | None:
     members = chains.setting.members
 
+    programs: dict[tuple[int, ...], tuple[Link, ...] | None] = {}
+
     def search(given: tuple[int, ...]) -> tuple[Link, ...] | None:
-        try:
-            return chains.search(layers, given)
-        except PlanError:
-            return None
+        if given not in programs:
+            try:
+                programs[given] = chains.search(layers, given)
+            except PlanError:
+                programs[given] = None
+        return programs[given]
 
     def improve(links: tuple[Link, ...]) -> list[tuple[int, ...]]:
         if shares:
@@ -174,8 +178,9 @@ def _alternated(
         chain = [link.choice for link in links]
         stretches = stretches_of(chain)
         cuts = cuts_of(stretches)
-        weights = best_weights(stretches, members, least_fraction(cuts), rooms(chain, limits(chains)))
-        weights = weights or best_weights(stretches, members, least_fraction(cuts))
+        around = held_fractions(cuts, links[0].shares, members)
+        weights = best_weights(stretches, members, least_fraction(cuts), rooms(chain, limits(chains)), around)
+        weights = weights or best_weights(stretches, members, least_fraction(cuts), around=around)
         return [] if weights is None else rounded(weights, cuts)
 
     known: dict[int, tuple[tuple[Link, ...], list[tuple[Stretch, int]]]] = {}
@@ -199,7 +204,7 @@ def _alternated(
 def _finish(record: Record[tuple[Link, ...], tuple[int, ...]]) -> Synthesized:
     chain = [link.choice for link in record.program]
     return Synthesized(
-        links=record.program,
+        links=tuple(replace(link, shares=record.shares) for link in record.program),
         shares=record.shares,
         cost_s=record.cost_s,
         held_bytes=held_bytes(chain, record.shares),

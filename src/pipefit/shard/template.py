@@ -8,8 +8,9 @@ fractions put in it is a problem for `frontier`; with a solution put in it is a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pipefit.cost.lowerings import Lowered, Parts
 from pipefit.layout import split
 from pipefit.shard.frontier import Conversions, Move, Problem, Solution, Step, Way
 
@@ -47,11 +48,14 @@ class Fractions:
     "By cut: the largest fraction on every kind of device. A cut that leaves a device without a unit is not there."
     padding: Mapping[int, float]
     "By cut: n x the largest fraction."
+    parts: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    "By cut: every device's fraction."
 
 
 @dataclass(frozen=True, slots=True)
 class Toll:
-    """A conversion: seconds = first + second x n x the largest fraction of its cut."""
+    """A conversion: seconds = first + second x n x the largest fraction of its cut, and the cheapest lowerings of what
+    it does forward and backward."""
 
     line: Line
     cut: int = WHOLE_CUT
@@ -59,9 +63,46 @@ class Toll:
     "Whether devices wait for each other; a local slice does not."
     held: Line = (0.0, 0.0)
     "Bytes that the result takes, in the fraction of its cut."
+    passing: float = 0.0
+    "Bytes that are there only while one operator runs: a weight that is gathered for it, or the gradient."
+
+    ahead: tuple[Lowered, ...] = ()
+    "Lowerings of its collective."
+    back: tuple[Lowered, ...] = ()
+    "And of what its backward does."
+    earlier: int = WHOLE_CUT
+    "Of an all-to-all, the cut of what was split before."
+
+    def able(self, fractions: Fractions) -> bool:
+        """Whether these fractions leave every device a unit of its cuts."""
+        return self.cut in fractions.worst and self.earlier in fractions.worst
 
     def seconds(self, fractions: Fractions) -> float:
-        return self.line[0] + self.line[1] * fractions.padding[self.cut]
+        seconds = self.line[0] + self.line[1] * fractions.padding[self.cut]
+        for one, parts in self.lowerings(fractions):
+            seconds += one.seconds(*parts)
+        return seconds
+
+    def lowerings(self, fractions: Fractions) -> tuple[tuple[Lowered, tuple[Parts, ...]], ...]:
+        """The cheapest of them with these fractions, forward and backward, each with the parts that it moves; none
+        where nothing is to be chosen."""
+        if not self.ahead:
+            return ()
+        parts: tuple[Parts, ...] = (fractions.parts[self.cut],)
+        if self.earlier != WHOLE_CUT:
+            parts = (fractions.parts[self.earlier], *parts)
+        ways = (self.ahead, parts), (self.back, parts[::-1])
+        return tuple((_cheapest(each, moved), moved) for each, moved in ways)
+
+    def how(self, fractions: Fractions) -> str:
+        """The cheapest lowerings in a word: `grouped`, or `padded+alltoallv` where the backward has another one; ''
+        where nothing is to be chosen, or both are padded."""
+        names = tuple(dict.fromkeys(one.name for one, _ in self.lowerings(fractions)))
+        return "" if names in ((), ("padded",)) else "+".join(names)
+
+
+def _cheapest(ways: Sequence[Lowered], parts: tuple[Parts, ...]) -> Lowered:
+    return min(ways, key=lambda one: one.seconds(*parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +172,7 @@ class Template:
             able = tuple(
                 number
                 for number, way in enumerate(step.ways)
-                if way.cut in fractions.worst and (way.toll is None or way.toll.cut in fractions.worst)
+                if way.cut in fractions.worst and (way.toll is None or way.toll.able(fractions))
             )
             ways = [step.ways[number] for number in able]
             costs = [way.cost_s(fractions, self.members.kinds) + held_s(way) for way in ways]
@@ -144,11 +185,7 @@ class Template:
             )
             numbers.append(able)
         conversions: list[Conversions] = [
-            {
-                move: toll.seconds(fractions) + held_s(toll)
-                for move, toll in tolls.items()
-                if toll.cut in fractions.worst
-            }
+            {move: toll.seconds(fractions) + held_s(toll) for move, toll in tolls.items() if toll.able(fractions)}
             for tolls in self.tolls
         ]
         problem = Problem(steps=tuple(steps), conversions=tuple(conversions), given=self.given, wanted=self.wanted)
@@ -222,6 +259,7 @@ def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: Member
     """What the devices hold of these cuts: whole units, as the runtime cuts them; shares are whole numbers then."""
     worst: dict[int, tuple[float, ...]] = {WHOLE_CUT: (1.0,) * members.kinds}
     padding = {WHOLE_CUT: 1.0}
+    parts: dict[int, tuple[float, ...]] = {}
     for units in cuts:
         if units:
             each = [(stop - start) / units for start, stop in split(units, [int(share) for share in shares])]
@@ -233,4 +271,5 @@ def held_fractions(cuts: Iterable[int], shares: Sequence[float], members: Member
                 for number in range(members.kinds)
             )
             padding[units] = len(each) * max(each)
-    return Fractions(worst, padding)
+            parts[units] = tuple(each)
+    return Fractions(worst, padding, parts)

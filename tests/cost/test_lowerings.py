@@ -1,0 +1,172 @@
+"""Lowerings of uneven parts: prices worked out by hand on small groups, and which of them is cheapest where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipefit.cluster import parse_spec
+from pipefit.cluster.measured import CollectiveCurve, Measured
+from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.cost.collectives import all_gather_s, reduce_scatter_s
+from pipefit.cost.lowerings import GROUPED_OVER_EVEN, Lowerings, shard_collective
+from pipefit.cost.network import Network
+
+MB = 1e6
+
+
+def hosts(matrix, kind="gpu", latency_s=0.0, shared=True) -> Network:
+    """One device a host, with these bandwidths in MB/s between them."""
+    count = len(matrix)
+    return Network(
+        Cluster(
+            name="hosts",
+            kinds={
+                kind: DeviceKind(
+                    name=kind,
+                    memory_bytes=1 << 30,
+                    peak_flops_per_s=dict.fromkeys(("float64", "float32", "bfloat16"), 1e12),
+                    memory_bandwidth_bytes_per_s=1e12,
+                )
+            },
+            links={"inside": Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)},
+            hosts=tuple(Host(name=f"h{h}", kind=kind, devices=1, link="inside") for h in range(count)),
+            rails=(
+                Rail(
+                    name="net",
+                    latency_s=tuple(tuple(latency_s * (a != b) for b in range(count)) for a in range(count)),
+                    bandwidth_bytes_per_s=tuple(tuple(rate * MB for rate in row) for row in matrix),
+                    shared_ports=shared,
+                ),
+            ),
+            provenance=Provenance(source="assumed", where="a test"),
+        )
+    )
+
+
+def even(count, rate):
+    return [[rate * (a != b) for b in range(count)] for a in range(count)]
+
+
+PARTS = (0.5, 0.25, 0.25)
+
+
+def test_alltoallv_keeps_the_busiest_port_busy():
+    network = hosts(even(3, 10.0), latency_s=1e-3)
+    lowerings = Lowerings(network, [(0, 1, 2)])
+    # The first sends its half twice; in a sum it is sent two halves.
+    assert lowerings.seconds("all_gather", "alltoallv", 30 * MB, PARTS) == pytest.approx(2e-3 + 2 * 15 / 10)
+    assert lowerings.seconds("reduce_scatter", "alltoallv", 30 * MB, PARTS) == pytest.approx(2e-3 + 2 * 15 / 10)
+    # Where links are what is slow, only the longest part counts.
+    loose = Lowerings(hosts(even(3, 10.0), shared=False), [(0, 1, 2)])
+    assert loose.seconds("all_gather", "alltoallv", 30 * MB, PARTS) == pytest.approx(2 * 15 / 10)
+    slow = even(3, 10.0)
+    slow[0] = [0.0, 1.0, 10.0]
+    found = Lowerings(hosts(slow), [(0, 1, 2)]).seconds("all_gather", "alltoallv", 30 * MB, PARTS)
+    assert found == pytest.approx(15 / 1 + 15 / 10), "the first one's port: a slow link, then a fast one"
+    empty = Lowerings(hosts(slow), [(0, 1, 2)]).seconds("all_gather", "alltoallv", 30 * MB, (0.0, 0.5, 0.5))
+    assert empty == pytest.approx(2 * 15 / 10), "an empty part does not use the slow link"
+
+
+def test_padding_is_the_even_collective_of_the_longest_part():
+    network = hosts(even(3, 10.0), latency_s=1e-3)
+    lowerings = Lowerings(network, [(0, 1, 2)])
+    for operation, even_s in (("all_gather", all_gather_s), ("reduce_scatter", reduce_scatter_s)):
+        wanted = even_s(network, [(0, 1, 2)], 1.5 * 30 * MB)
+        assert lowerings.seconds(operation, "padded", 30 * MB, PARTS) == pytest.approx(wanted)
+        assert lowerings.one(operation, "padded", 30 * MB).seconds(PARTS) == pytest.approx(wanted)
+
+
+def test_grouped_calls_of_nccl_carry_every_part_but_one_over_a_hop():
+    network = hosts(even(3, 10.0))
+    lowerings = Lowerings(network, [(0, 1, 2)])
+    for operation in ("all_gather", "reduce_scatter"):
+        found = lowerings.seconds(operation, "grouped", 30 * MB, PARTS)
+        assert found == pytest.approx(GROUPED_OVER_EVEN[operation, False] * (0.75 * 30 / 10))
+    # HAP's figures: grouped calls pay from n x the longest part = 1.48 on between hosts, if nobody's part is small.
+    many = Lowerings(hosts(even(64, 10.0)), [range(64)])
+    for longest, cheaper in ((1.40, "padded"), (1.56, "grouped")):
+        parts = (longest / 64,) + ((1 - longest / 64) / 63,) * 63
+        seconds = {name: many.seconds("all_gather", name, 64 * MB, parts) for name in ("padded", "grouped")}
+        assert min(seconds, key=seconds.get) == cheaper
+
+
+def test_grouped_calls_of_gloo_are_trees_and_rings_one_after_the_other():
+    network = hosts(even(4, 10.0), kind="cpu", latency_s=1e-3)
+    assert network.over_gloo
+    lowerings = Lowerings(network, [(0, 1, 2, 3)])
+    parts = (0.4, 0.3, 0.2, 0.1)
+    # A tree over four has two rounds, so every part is sent twice, one after the other.
+    assert lowerings.seconds("all_gather", "grouped", 40 * MB, parts) == pytest.approx(8e-3 + 2 * 40 / 10)
+    # A reduce: three steps of a quarter, then three quarters into the root's port.
+    assert lowerings.seconds("reduce_scatter", "grouped", 40 * MB, parts) == pytest.approx(16e-3 + 1.5 * 40 / 10)
+
+
+def test_gloo_sums_a_reduce_scatter_by_an_all_reduce():
+    """So it moves twice as much as all-to-all-v, unless a measurement says otherwise."""
+    network = hosts(even(4, 10.0), kind="cpu")
+    seconds = {
+        name: Lowerings(network, [(0, 1, 2, 3)]).seconds("reduce_scatter", name, 40 * MB, (0.25,) * 4)
+        for name in ("padded", "grouped", "alltoallv")
+    }
+    assert seconds == pytest.approx({"padded": 6.0, "grouped": 6.0, "alltoallv": 3.0})
+
+
+def test_all_to_all_moves_parts_of_parts():
+    lowerings = Lowerings(hosts(even(3, 10.0)), [(0, 1, 2)])
+    new = (0.2, 0.2, 0.6)
+    # The first keeps a fifth of its half and sends the rest; the last is sent 0.6 of what the others have.
+    assert lowerings.seconds("all_to_all", "alltoallv", 30 * MB, PARTS, new) == pytest.approx(3 * 0.6 * 0.75)
+    padded = lowerings.seconds("all_to_all", "padded", 30 * MB, PARTS, new)
+    assert padded == pytest.approx(3 * 2 * 0.5 * 0.6), "blocks of the longest part of the longest part"
+    grouped = lowerings.seconds("all_to_all", "grouped", 30 * MB, PARTS, new)
+    assert grouped == pytest.approx(lowerings.seconds("all_gather", "grouped", 30 * MB, PARTS))
+
+
+def test_measured_factors_multiply():
+    curves = [
+        CollectiveCurve(
+            operation=operation, devices=(0, 1, 2), sizes_bytes=(1,), time_s=(1.0,), spread=(0.0,),
+            latency_factor=3.0, bandwidth_factor=factor,
+        )
+        for operation, factor in (("all_to_all", 2.0), ("broadcasts", 5.0))
+    ]  # fmt: skip
+    plain = hosts(even(3, 10.0), latency_s=1e-3)
+    measured = Network(replace(plain.cluster, measured=Measured(collectives=tuple(curves))))
+    one, two = (Lowerings(each, [(0, 1, 2)]) for each in (plain, measured))
+    for name, factor in (("alltoallv", 2.0), ("grouped", 5.0 / GROUPED_OVER_EVEN["all_gather", False])):
+        before, after = (each.one("all_gather", name, 30 * MB) for each in (one, two))
+        assert after.constant_s == pytest.approx(3 * before.constant_s)
+        assert after.seconds(PARTS) - after.constant_s == pytest.approx(
+            factor * (before.seconds(PARTS) - before.constant_s)
+        )
+
+
+def test_straight_lines_for_a_linear_program_are_the_same_prices():
+    """Equal for one cut; of two cuts they touch at even parts."""
+    draw = np.random.default_rng(0)
+    network = hosts((draw.uniform(1, 10, (4, 4)) * (1 - np.eye(4))).tolist(), kind="cpu")
+    lowerings = Lowerings(network, [range(4)])
+    for operation in ("all_gather", "reduce_scatter"):
+        for one in lowerings.of(operation, 8 * MB):
+            parts = tuple(draw.dirichlet(np.ones(4)))
+            lines = sum(max(load @ np.array(parts)) + constant for load, constant in one.rounds.lines(4))
+            assert one.constant_s + one.slope * lines == pytest.approx(one.seconds(parts))
+    for one in lowerings.of("all_to_all", 8 * MB):
+        if one.name != "grouped":
+            flat = (0.25,) * 4
+            lines = sum(max(load @ np.array(flat)) + constant for load, constant in one.rounds.lines(4))
+            assert one.constant_s + one.slope * lines == pytest.approx(one.seconds(flat, flat))
+
+
+def test_shares_are_cut_into_whole_units():
+    network = Network(parse_spec("4xA100-80"))
+    collective = shard_collective(network, [(0, 1)], (5, 4))
+    halves = shard_collective(network, [(0, 1)], (1, 1))
+    assert collective("all_gather", 8 * MB, "padded", (2,)) == halves("all_gather", 8 * MB)
+    for units in ((9,), ()):
+        wanted = all_gather_s(network, [(0, 1)], 8 * MB * 10 / 9)
+        assert collective("all_gather", 8 * MB, "padded", units) == pytest.approx(wanted)
+    assert collective("all_reduce", 8 * MB) == halves("all_reduce", 8 * MB)
