@@ -14,6 +14,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.search import search
+from pipefit.plan.slice_search import sliced_again
 from token_slices_replay import Ran, job_of, ran, workbench
 from token_slices_v100 import Constants, Setting, reduction_s
 
@@ -34,27 +35,19 @@ def joint(row: Setting, constants: Constants, theirs: Ran) -> Ran:
     """The fastest plan that the planner finds. Raises PipefitError where none fits."""
     stays = theirs.peak_bytes - theirs.activations_bytes
     limit = min(MEMORY_BYTES, stays + allowed_share(row, theirs) * theirs.activations_bytes)
-    found: list[tuple[float, Ran]] = []
+    found: list[Evaluated] = []
     errors: list[PipefitError] = []
     for turns in TURNS:
         if row.layers_per_stage % turns:
             continue
-        for own in tries(theirs):
-            bench = workbench(row, constants, turns, limit)
-            try:
-                fitting = search(bench, job_of(row), pins(row, turns) | own, top=1).fitting
-            except PipefitError as error:
-                errors.append(error)
-                continue
-            found += [(fitting[0].step_s, as_ran(row, constants, fitting[0]))] if fitting else []
+        bench, fixed = workbench(row, constants, turns, limit), pins(row, turns)
+        try:
+            found += sliced_again(bench, job_of(row), fixed, search(bench, job_of(row), fixed, top=1)).fitting[:1]
+        except PipefitError as error:
+            errors.append(error)
     if not found and errors:
         raise errors[0]
-    return min(found, key=lambda one: one[0])[1]
-
-
-def tries(theirs: Ran) -> list[Mapping[str, Any]]:
-    """What is pinned beside the layout: nothing; and once more TeraPipe's own slices, for what schedules alone gain."""
-    return [{}, {"slices": theirs.slices}] if len(theirs.slices) > 1 else [{}]
+    return as_ran(row, constants, min(found, key=lambda one: one.step_s))
 
 
 def pins(row: Setting, turns: int) -> Mapping[str, Any]:

@@ -39,12 +39,13 @@ from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.predict import predict, simulate_plan
 from pipefit.plan.search import search
-from pipefit.plan.slicing.count import estimate_for, overhead_of
+from pipefit.plan.slice_search import sliced_again
 from pipefit.plan.slicing.cuts import equal_cost, uniform
 from pipefit.plan.slicing.refine import refine
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
+from token_slices_overhead import overhead_of
 from token_slices_targets import at_least, at_most
 
 LAB = "token-slices"
@@ -182,13 +183,9 @@ PINS: dict[str, Any] = {"replicas": (1,), "devices": LANES, "recompute": ("none"
 
 
 def planned(model: Model, cluster: Cluster, job: Job) -> Plan:
-    """What the planner finds: freely, and with equal-cost slices of about the estimated number pinned."""
-    bench, times = Workbench(model, cluster), StageTimes(model, cluster)
-    best = estimate_for(SEQUENCE, LANES, job.batch, times, OURS)
-    counts = sorted({round(best * share) for share in (0.5, 0.7, 1.0)} - {0, 1})
-    slicings = [{"slices": equal_cost(SEQUENCE, count, times, OURS)} for count in counts]
-    found = [search(bench, job, PINS | own, top=1).fitting[:1] for own in ({}, *slicings)]
-    one = min(itertools.chain.from_iterable(found), key=lambda each: each.step_s)
+    """What the planner finds."""
+    bench = Workbench(model, cluster)
+    one = sliced_again(bench, job, PINS, search(bench, job, PINS, top=1)).fitting[0]
     plan = bench.plan(one.parts, one.decisions, one.simulation.timeline.schedule)
     return predict(plan, model, one.simulation)
 

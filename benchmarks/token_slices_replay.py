@@ -18,11 +18,11 @@ from typing import Any
 
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.slicing.count import overhead_of
 from pipefit.plan.slicing.cuts import slice_times, uniform
 from pipefit.plan.slicing.terapipe import Slicing, best_slicing
 from pipefit.plan.types import Job
 from pipefit.simulate import Timeline, simulate
+from token_slices_overhead import overhead_of
 from token_slices_targets import at_least, at_most
 from token_slices_v100 import (
     FITTED,

@@ -196,10 +196,11 @@ def test_slices_are_tried_where_microbatches_are_few_and_sequences_long() -> Non
 
 def test_slices_are_multiples_of_what_kernels_and_shards_want() -> None:
     made, stage = slicer(replace(LONG, sequence=4096 + 24), {"shards": (1, 2)})
-    assert made.multiple == 192, "64 tokens of a GPU's tile, in three shares"
+    assert made.multiple(4) == 192, "64 tokens of a GPU's tile, in three shares"
+    assert [made.multiple(number) for number in (9, 17, 100)] == [96, 48, 24], "short slices are not rounded to a tile"
     slices = made.cut(stage, 4)  # type: ignore[arg-type]
     assert sum(slices) == 4120 and all(tokens % 192 == 0 for tokens in slices[:-1])
-    assert slicer(LONG, {"slice_multiple": 8})[0].multiple == 8
+    assert {slicer(LONG, {"slice_multiple": 24})[0].multiple(number) for number in (2, 500)} == {24}
 
 
 @pytest.mark.parametrize(("text", "value"), [("slices=4", 4), ("slices=1", 1), ("slices=512,256,256", (512, 256, 256))])
@@ -221,8 +222,9 @@ def test_pinned_slices_are_obeyed() -> None:
     assert {len(one.decisions.slices) for one in four.fitting} == {4}
     given = search(bench, LONG, {"slices": (40960, 24576), "stages": 3, "schedule": "1f1b"})
     assert {one.decisions.slices for one in given.fitting} == {(40960, 24576)}
-    with pytest.raises(PlanError, match="cannot be cut into so many slices"):
-        search(bench, LONG, {"slices": 2000})
+    for pins in ({"slices": 20_000}, {"slices": 2000, "slice_multiple": 64}):
+        with pytest.raises(PlanError, match=r"cannot be cut into so many slices[\s\S]*--fix slices"):
+            search(bench, LONG, pins)
 
 
 def note_of(job: Job, pins: dict[str, object], cluster: Cluster | None = None) -> str:

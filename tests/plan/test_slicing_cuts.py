@@ -96,6 +96,15 @@ def test_slices_are_no_worse_than_even_ones_where_short_ones_cost_as_much_as_lon
     assert cuts.slice_times(found, time_of).max() <= even * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("length", "slices"), [(64, 7), (2048, 43), (100, 3)])
+def test_slices_are_as_long_where_short_ones_cost_as_much_as_long_ones(length: int, slices: int) -> None:
+    def time_of(tokens: Counts, past: Counts) -> Seconds:
+        return np.asarray(np.maximum(tokens, length) + 0.0 * past)
+
+    found = cuts.equal_cost(length, slices, time_of)
+    assert max(found) - min(found) <= 1 and sum(found) == length
+
+
 def test_what_is_left_lengthens_the_last_slice() -> None:
     assert cuts.uniform(1037, 3, cuts.grain(64, 6)) == (384, 384, 269)
     assert cuts.equal_cost(21, 2, causal(0.0, 21), 10) == (10, 11)
@@ -143,37 +152,27 @@ def test_the_estimate_is_the_minimum_of_the_time(
     stages: int, sequences: int, sequence_s: float, overhead_s: float, best: float
 ) -> None:
     """The first rows are Seq1F1B-like settings of which the best number of slices is known from event simulations."""
-    assert count.estimate(stages, sequences, sequence_s, overhead_s) == pytest.approx(best, abs=0.05)
-    times = {s: count.step_s(stages, sequences, sequence_s, overhead_s, s) for s in range(1, 65)}
-    assert min(times, key=lambda s: times[s]) in (math.floor(best), math.ceil(best))
+    numbers = np.arange(1, 65)
+    times = count.step_s(stages, sequences, numbers, sequence_s + overhead_s * numbers)
+    known = math.sqrt((stages - 1) * sequence_s / (sequences * overhead_s))
+    assert known == pytest.approx(best, abs=0.05)
+    assert int(numbers[times.argmin()]) in (math.floor(best), math.ceil(best))
 
 
-def test_the_estimate_finds_the_overhead_of_the_cost_function() -> None:
-    length, overhead_s = 4096, 0.01
-    time_of = causal(0.4, length, overhead_s)
-    assert count.overhead_of(length, 7, time_of) == pytest.approx(overhead_s)
-    known = count.estimate(8, 2, 1.4, overhead_s)
-    assert abs(count.estimate_for(length, 8, 2, time_of) - known) < 1
-    assert count.estimate_for(length, 8, 2, time_of, multiple=1024) == 4
-    assert count.estimate_for(length, 8, 2, time_of, multiple=4096) == 1
+def test_numbers_around_the_best_one_are_tried_as_far_as_they_beat_no_slices() -> None:
+    numbers = count.ladder(2048, 64)
+    assert numbers.tolist() == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    steps = np.array([10.0, 8, 7, 6, 5, 6, 7, 8, 11, 12])
+    assert count.worth_trying(numbers, steps, 100) == (3, 4, 6, 8, 12)
+    assert count.worth_trying(numbers, steps, 4) == (2, 3, 4)
+    assert count.worth_trying(numbers, steps, 0) == (2,), "the fewest of all is always looked at"
+    assert count.worth_trying(numbers, np.arange(10.0, 0.0, -1.0), 100) == (16, 24, 32)
+    assert count.worth_trying(numbers, np.arange(10.0), 100) == ()
 
 
-def test_slices_do_not_become_smaller_than_what_fills_the_device() -> None:
-    """Below 256 tokens a slice costs what 256 cost: more slices than that gives cannot shorten the longest one."""
-
-    def time_of(tokens: Counts, past: Counts) -> Seconds:
-        return np.maximum(tokens, 256) / 256 + 1e-3 * tokens / 256
-
-    assert count.estimate_for(2048, 48, 1, time_of, multiple=8) == 8
-
-
-def test_slices_that_cost_nothing_anew_are_as_many_as_there_can_be() -> None:
-    assert count.estimate(4, 1, 1.0, 0.0) == math.inf
-    assert count.estimate_for(512, 4, 1, causal(1.0, 512), multiple=64) == 8
-    assert count.estimate(1, 1, 1.0, 0.1) == 1
-
-
-def test_the_neighbourhood_holds_no_slices_the_estimate_and_twice_it() -> None:
-    assert count.neighbourhood(6.9, 64) == (1, 3, 5, 6, 7, 8, 10, 14)
-    assert count.neighbourhood(1.0, 64) == (1, 2)
-    assert count.neighbourhood(math.inf, 8) == (1, 4, 6, 7, 8)
+def test_several_stages_a_lane_and_split_backwards_leave_less_to_fill() -> None:
+    whole = np.array([8.0])
+    numbers = np.array([4])
+    assert count.step_s(9, 2, numbers, whole)[0] == (2 + 8 / 4) * 8
+    assert count.step_s(9, 2, numbers, whole, turns=2)[0] == (2 + 8 / 8) * 8
+    assert count.step_s(9, 2, numbers, whole, idle=0.5)[0] == (2 + 8 / 8) * 8

@@ -76,6 +76,12 @@ def test_simulated_steps_are_those_of_the_closed_forms() -> None:
     assert sliced == pytest.approx(objective_s(row, constants, row.slices), rel=0.01)
 
 
+def test_the_overhead_of_a_slice_is_that_of_the_cost_function() -> None:
+    from token_slices_overhead import overhead_of
+
+    assert overhead_of(4096, 7, lambda tokens, past: 0.01 + tokens * (1.0 + tokens / 2 + past)) == pytest.approx(0.01)
+
+
 def test_the_lab_is_the_one_that_was_written_before_measuring() -> None:
     from token_slices_lab import LAB, lab_file
 

@@ -42,8 +42,8 @@ from pipefit.plan.panel import Panel
 from pipefit.plan.ports import shared_bound_s, shared_costs
 from pipefit.plan.predict import Simulation
 from pipefit.plan.sliced_bounds import sliced_bound_s
-from pipefit.plan.sliced_panels import Hope, most_promising, sliced
-from pipefit.plan.slices import Slicer
+from pipefit.plan.sliced_panels import Hope, best_sliced, most_promising, sliced
+from pipefit.plan.slices import slicer_of
 from pipefit.plan.space import bases, check_space, families_only, rearrangements, whole
 from pipefit.plan.types import Job
 from pipefit.plan.work import Parts, pipeline_work
@@ -64,7 +64,8 @@ SLICED = 40_000
 """Work spent on what cuts sequences, and again each time that it finds something faster: the best guess comes first."""
 
 FEW = 128
-"""With more devices than these less is spent on slices, in proportion: every look costs more."""
+"""With more devices than these, a stage's shards counted as one, less is spent on slices, in proportion: every look
+costs more."""
 
 MANY_DEVICES = 2048
 """For every so many devices a search may spend its budgets once more: a look costs more there."""
@@ -144,10 +145,10 @@ class _Search:
         self.pins = pins
         self.top = top
         self.progress = progress
-        self.slicer = Slicer(bench.cutter, job, pins)
+        self.slicer = slicer_of(bench.cutter, job, pins)
         self.floors = Floors(bench.cutter, job, self.slicer)
         self.share = max(MIXED if bench.cutter.fleet.mixed else 1.0, bench.network.devices / MANY_DEVICES)
-        self.few = min(1.0, FEW / bench.network.devices)
+        self.few = min(1.0, FEW * len(pins.get("shards", (1,))) / bench.network.devices)
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.unfit: list[tuple[float, int, Decisions]] = []
@@ -197,11 +198,11 @@ class _Search:
 
     def sliced(self, space: Sequence[Panel]) -> list[Panel]:
         """What cuts them and may be faster than what was found."""
-        hope = Hope(self.floors, self.fitting[0].step_s) if self.fitting else None
-        free = hope is not None and self.pins.get("slices") is None
-        kept = most_promising(space, hope, self.few) if hope is not None and free else space
-        made = (sliced(panel, self.job, families_only(self.pins), self.slicer, hope) for panel in kept)
-        return [one for one in made if one is not None]
+        if not self.fitting or self.pins.get("slices") is not None:
+            made = (sliced(panel, self.job, families_only(self.pins), self.slicer) for panel in space)
+            return [one for one in made if one is not None]
+        hope = Hope(self.floors, self.fitting[0].step_s)
+        return best_sliced(most_promising(space, hope, self.few), self.slicer, hope, self.few)
 
     def explore(
         self, space: Sequence[Panel], budget: float, more: float = 0.0, patient: bool = True

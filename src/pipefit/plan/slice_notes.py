@@ -65,8 +65,8 @@ def _not_used(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found)
     if best.decisions.lanes == 1:
         return "a pipeline of one lane has nothing to fill"
     return (
-        f"with {best.decisions.microbatches} microbatches on {best.decisions.lanes} lanes, sequences of {job.sequence} "
-        "tokens and what every slice costs anew, no plan with slices promised to be faster"
+        f"with {_microbatches(best)} on {best.decisions.lanes} lanes, sequences of {job.sequence} tokens and what "
+        "every slice costs anew, no plan with slices promised to be faster"
     )
 
 
@@ -77,7 +77,12 @@ def _lost(sliced: Evaluated, best: Evaluated) -> str:
     words = f"the best plan found with them, {_slices(sliced.decisions)}, takes {slower:.1%} longer"
     if mine - theirs > (sliced.step_s - best.step_s) / 2:
         return f"{words}: slices cost its busiest lane {format_seconds(mine - theirs)} of work more"
-    return f"{words}: {best.decisions.microbatches} microbatches fill the pipeline well enough"
+    return f"{words}: {_microbatches(best)} fill{'s' * (best.decisions.microbatches == 1)} the pipeline well enough"
+
+
+def _microbatches(one: Evaluated) -> str:
+    count = one.decisions.microbatches
+    return f"{count} microbatch{'es' * (count > 1)}"
 
 
 def _slices(decisions: Decisions) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pipefit.cost.types import Array
+from pipefit.cost.work import StageWork
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.estimate import OVER
 from pipefit.plan.floors import Floors
@@ -28,6 +29,9 @@ costed: a kernel that computes what a causal mask hides saves some of it by slic
 
 PANELS, LEAST_PANELS = 192, 12
 """Panels of which candidates with slices are made, and on the largest clusters: there are thousands."""
+
+SLICINGS, LEAST_SLICINGS = 512, 32
+"""Slicings that are costed layer by layer, and on the largest clusters."""
 
 SOME = 8
 """Slices that are assumed where panels are ranked."""
@@ -66,7 +70,7 @@ def _likely_s(panel: Panel, hope: Hope) -> float:
     return float((least * (count + idle) / count).min())
 
 
-def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None, hope: Hope | None) -> Panel | None:
+def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None) -> Panel | None:
     """The candidates of a panel that cut sequences: every count with each slicing that is worth trying. Rows that are
     divided unevenly, and pipelines of one lane, are cut where the user says so. None where there are none."""
     wanted = pins.get("slices")
@@ -87,29 +91,61 @@ def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | Non
         )
     if slicer.obstacle is not None:
         return None
-    return _promising(panel, slicer, hope)
+    panel, numbers = promising(panel, slicer, None)
+    return cut_up(panel, numbers, slicer)
 
 
-def _promising(panel: Panel, slicer: Slicer, hope: Hope | None) -> Panel | None:
-    """Every even count with the numbers of slices that the closed form prefers, as far as they may beat the best."""
+def best_sliced(space: Sequence[Panel], slicer: Slicer, hope: Hope, part: float = 1.0) -> list[Panel]:
+    """What `sliced` makes of panels without pins of slices, of all their slicings this part of SLICINGS: those that
+    promise the shortest steps."""
+    if slicer.obstacle is not None:
+        return []
+    each = [promising(panel, slicer, hope) for panel in space if panel.lanes > 1]
+    every = sorted(one.step_s for _, numbers in each for one in numbers)
+    most = max(LEAST_SLICINGS, int(part * SLICINGS))
+    until_s = every[most - 1] if most < len(every) else float("inf")
+    kept = ((panel, [one for one in numbers if one.step_s <= until_s]) for panel, numbers in each)
+    made = (cut_up(panel, numbers, slicer) for panel, numbers in kept)
+    return [one for one in made if one is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of slices that a count of microbatches may be cut into."""
+
+    step_s: float
+    "What a step likely takes, the idle time of split backwards left out; 0 where there is nothing to beat."
+    count: Count
+    stage: StageWork
+    slices: int
+
+
+def promising(panel: Panel, slicer: Slicer, hope: Hope | None) -> tuple[Panel, list[Number]]:
+    """Every even count with the numbers of slices that the closed form prefers, as far as they may beat the best; and
+    the panel with the ways of recomputing that may."""
     kept = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
     least_s = _least_s(panel, hope) if hope is not None and kept else None
     if hope is not None and least_s is not None:
         ways = [way for way in range(len(panel.recompute)) if (least_s[kept, way] <= hope.best_s).any()]
         kept = [which for which in kept if (least_s[which] <= hope.best_s).any()]
         panel, least_s = replace(panel, recompute=tuple(panel.recompute[way] for way in ways)), least_s[:, ways]
-    cut: list[Cut] = []
+    found: list[Number] = []
+    idle = (panel.lanes - 1) / panel.turns if facts_of(panel.names[0]).fused else 0.0
     for which, stage in zip(kept, slicer.stages_for(panel, kept), strict=True):
         count = panel.counts[which]
-        numbers = slicer.numbers(stage, panel.lanes, panel.turns, count[0])
-        if hope is not None and least_s is not None:
-            most = hope.best_s / float(least_s[which].min()) * count[0] * CHEAPER
-            dearer = slicer.dearer(stage)
-            fused = facts_of(panel.names[0]).fused
-            idle = (panel.lanes - 1) / panel.turns if fused else 0.0
-            numbers = tuple(number for number in numbers if (count[0] + idle / number) * dearer[number] <= most)
-        cut += [(count, slicer.cut(stage, number)) for number in numbers]
-    return with_slices(panel, cut)
+        for number in slicer.numbers(stage, panel.lanes, panel.turns, count[0]):
+            step_s = 0.0
+            if hope is not None and least_s is not None:
+                each_s = float(least_s[which].min()) / count[0] / CHEAPER
+                step_s = (count[0] + idle / number) * slicer.dearer(stage)[number] * each_s
+            if hope is None or step_s <= hope.best_s:
+                found.append(Number(step_s, count, stage, number))
+    return panel, found
+
+
+def cut_up(panel: Panel, numbers: Sequence[Number], slicer: Slicer) -> Panel | None:
+    """The panel with its counts cut into these numbers of slices."""
+    return with_slices(panel, [(one.count, slicer.cut(one.stage, one.slices)) for one in numbers])
 
 
 def _least_s(panel: Panel, hope: Hope, alive: float = 1.0) -> Array:

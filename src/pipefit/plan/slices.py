@@ -1,15 +1,13 @@
 """Which slicings a search tries for a layout: equal-cost cuts, in the few numbers that a closed form prefers.
 
-With m sequences in turn on K lanes, v stages on each, a step of s slices takes about (m + (K - 1) / (s v)) C(s), where
-C(s) is what a lane needs for one sequence in s slices: what each slice costs anew (launches, contexts, products too
-small for the device) included (`plan/slicing/count.py` has the closed form of the best s). The numbers that are tried
-stand on a ladder; of them the best by that formula and its neighbours, as far as they promise a shorter step than no
-slices. Where microbatches are many, stages few or sequences short, that leaves none. The simulator decides.
+The closed form stands in `plan/slicing/count.py`; here is what it works on, C(s): what a lane needs for one sequence in
+s slices by the costs of the layers, with what each slice costs anew (launches, contexts, products too small for the
+device). Where microbatches are many, stages few or sequences short, no number promises a shorter step than no slices,
+and none is tried. The simulator decides.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -28,29 +26,36 @@ from pipefit.plan.decisions import Decisions, Sharding
 from pipefit.plan.fleet import Pair, pairs_of
 from pipefit.plan.panel import Panel
 from pipefit.plan.slice_rows import SliceRows
-from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, equal_cost, grain, most_slices
+from pipefit.plan.slicing.count import LADDER, ladder, step_s, worth_trying
+from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, check_number, equal_cost, grain, most_slices
 from pipefit.plan.structure import make_groups
 from pipefit.plan.types import Job, Recompute
 
 Slices = tuple[int, ...]
 
-LADDER = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of slices that are tried."""
-
 ACTIONS = 12_000
 """The most actions of an order with slices: longer ones take too long to look at, and gain little by more slices."""
 
-AROUND = 2
-"""Steps of the ladder to either side of the best one by the closed form."""
+PROCESSOR_TILE, ACCELERATOR_TILE, LEAST_TILE = 8, 64, 8
+"""Slices are multiples of so many tokens: what kernels of a processor and of an accelerator want, and what those need
+where slices are short."""
 
-PROCESSOR_TILE, ACCELERATOR_TILE = 8, 64
-"""Slices are multiples of so many tokens: what kernels of a processor and of an accelerator want."""
+TILES = 8
+"""A slice has so many tiles, or tiles become smaller: rounding to them would cost more than they save."""
 
 SAMPLES = 8
 """Slice lengths at which layers are costed for equal-cost cuts, alone and at the end of the sequence."""
 
 CELLS = 256
 """Where a sequence has more multiples than this, a search cuts it at some of them only."""
+
+
+def slicer_of(cutter: Cutter, job: Job, pins: Mapping[str, Any]) -> Slicer:
+    """The slicings of a job under these pins: what costs were worked out for one search stays for the next."""
+    key = (job, *(pins.get(name) for name in ("slices", "shards", "slice_multiple")))
+    if key not in cutter.slicers:
+        cutter.slicers[key] = Slicer(cutter, job, pins)
+    return cutter.slicers[key]  # type: ignore[no-any-return]
 
 
 class Slicer:
@@ -63,20 +68,28 @@ class Slicer:
         "Why the model's sequences cannot be cut."
         self.wanted: int | Slices | None = pins.get("slices")
         shards: tuple[int, ...] = pins.get("shards", (1,))
-        tile = PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE
-        self.multiple = grain(pins.get("slice_multiple", tile), sum(shards))
-        "Tokens that every slice is a multiple of; what is left over lengthens the last."
+        self._tile = pins.get("slice_multiple", PROCESSOR_TILE if cutter.network.over_gloo else ACCELERATOR_TILE)
+        self._shares = sum(shards)
+        self.finest = grain(pins.get("slice_multiple", LEAST_TILE), self._shares)
+        "Tokens that every slice is a multiple of, however short; what is left over lengthens the last."
         self._stages: dict[object, StageWork] = {}
         self._curves: dict[int, TimeOf] = {}
         self._cut: dict[tuple[int, int], Slices] = {}
         self._numbers: dict[object, tuple[int, ...]] = {}
-        self._wholes: dict[int, tuple[Array, Array]] = {}
+        self._wholes: dict[int, tuple[Counts, Array]] = {}
         self._dearer: dict[int, Mapping[int, float]] = {}
 
+    def multiple(self, number: int) -> int:
+        """The tokens that each of so many slices is a multiple of: a tile, or less where that leaves them too few."""
+        tile = self._tile
+        while grain(tile // 2, self._shares) >= self.finest and self.job.sequence < TILES * number * tile:
+            tile //= 2
+        return grain(tile, self._shares)
+
     @property
-    def coarse(self) -> int:
-        """The multiple that a search cuts at: larger where sequences are long."""
-        return self.multiple * max(1, -(-self.job.sequence // (self.multiple * CELLS)))
+    def grid(self) -> int:
+        """The finest multiple that has no more places in the sequence than a search looks at."""
+        return self.finest * max(1, -(-self.job.sequence // (self.finest * CELLS)))
 
     def slicings(self, stage: StageWork, lanes: int, turns: int, microbatches: int) -> tuple[Slices, ...]:
         """What is tried beside no slices, for lanes with `turns` stages each; `stage` is all layers on one of them."""
@@ -92,20 +105,21 @@ class Slicer:
         """How many slices are worth trying; none where the closed form promises nothing of them."""
         key = (id(stage), lanes, turns, microbatches)
         if key not in self._numbers:
-            steps = self.closed_form_s(stage, lanes, turns, microbatches)
-            most = bisect_right(LADDER, ACTIONS // (3 * lanes * turns * microbatches))
-            steps = steps[: 1 + max(1, most)]
-            best = int(np.argmin(steps))
-            near = range(max(1, best - AROUND), min(len(steps), best + AROUND + 1)) if best else ()
-            self._numbers[key] = tuple(LADDER[place - 1] for place in near if steps[place] < steps[0])
+            steps_s = self.closed_form_s(stage, lanes, turns, microbatches)
+            most = ACTIONS // (3 * lanes * turns * microbatches)
+            self._numbers[key] = worth_trying(self._whole_s(stage)[0], steps_s, most)
         return self._numbers[key]
 
-    def closed_form_s(self, stage: StageWork, lanes: int, turns: int, microbatches: int) -> Array:
-        """Seconds of a step without slices, and for every number of the ladder that the sequence allows."""
+    def closed_form_s(self, stage: StageWork, lanes: int, turns: int, microbatches: int, idle: float = 1.0) -> Array:
+        """Seconds of a step without slices, and for every number of the ladder that the sequence allows. `idle`: see
+        `count.step_s`."""
         numbers, whole = self._whole_s(stage)
-        action_s = 2 * turns * (ACTION_OVERHEAD_S + stage_overhead_s(self.cutter.network.cluster))
-        steps: Array = (microbatches + (lanes - 1) / (turns * numbers)) * (whole / lanes + numbers * action_s)
-        return steps
+        lane_s = whole / lanes + numbers * self.action_s(turns)
+        return step_s(lanes, microbatches, numbers, lane_s, turns, idle)
+
+    def action_s(self, turns: int) -> float:
+        """What a slice costs a lane beside its layers: the actions of `turns` stages, forward and backward."""
+        return 2 * turns * (ACTION_OVERHEAD_S + stage_overhead_s(self.cutter.network.cluster))
 
     def dearer(self, stage: StageWork) -> Mapping[int, float]:
         """What a sequence in each number of slices takes, as a part of its time in one."""
@@ -114,12 +128,11 @@ class Slicer:
             self._dearer[id(stage)] = dict(zip(numbers.tolist(), (whole / whole[0]).tolist(), strict=True))
         return self._dearer[id(stage)]
 
-    def _whole_s(self, stage: StageWork) -> tuple[Array, Array]:
+    def _whole_s(self, stage: StageWork) -> tuple[Counts, Array]:
         """(1 and the numbers of the ladder that the sequence allows, seconds of all its slices in all layers)."""
         if id(stage) not in self._wholes:
             length, time_of = self.job.sequence, self.curve(stage)
-            most = most_slices(length, self.multiple)
-            numbers = np.array([1, *(number for number in LADDER if number <= most)])
+            numbers = ladder(length, self.finest)
             tokens = length // numbers  # a slice in the middle costs the mean of all
             self._wholes[id(stage)] = numbers, numbers * time_of(tokens, (length - tokens) // 2)
         return self._wholes[id(stage)]
@@ -128,8 +141,11 @@ class Slicer:
         """Equal-cost slices. Raises PlanError where the sequence is too short for that many."""
         key = (id(stage), number)
         if key not in self._cut:
-            multiple = self.coarse if number <= most_slices(self.job.sequence, self.coarse) else self.multiple
-            self._cut[key] = equal_cost(self.job.sequence, number, self.curve(stage), multiple)
+            length, multiple = self.job.sequence, max(self.multiple(number), self.grid)
+            if number > most_slices(length, multiple):
+                multiple = self.finest
+            check_number(length, number, multiple, "--fix slices")
+            self._cut[key] = equal_cost(length, number, self.curve(stage), multiple)
         return self._cut[key]
 
     def curve(self, stage: StageWork) -> TimeOf:
@@ -141,7 +157,7 @@ class Slicer:
 
     def _sampled(self, stage: StageWork) -> TimeOf:
         length = self.job.sequence
-        least = min(self.multiple, length)
+        least = min(max(self.finest, length // LADDER[-1]), length)
         places = np.unique(np.round(np.geomspace(least, length, SAMPLES)).astype(int)).tolist()
         alone = [self._seconds(stage, tokens, 0) for tokens in places]
         slopes = [
@@ -166,6 +182,14 @@ class Slicer:
             group, rows = self.cutter.fleet.sample(pairs)
             self._stages[key] = self.cutter.probe(self.job, group, rows, recompute)
         return self._stages[key]
+
+    def slowest(self, decisions: Decisions) -> StageWork:
+        """All layers on the devices of a candidate's lanes, the slowest of them."""
+        if len(decisions.shards) > 1:
+            return self.stages_of(decisions)[0]
+        rows = self.cutter.rows_of(self.job, decisions.microbatches, decisions.replicas)
+        pairs = self.cutter.fleet.lane_pairs(decisions, rows)
+        return self.stage(frozenset().union(*pairs), decisions.recompute[0])
 
     def stages_for(self, panel: Panel, counts: Iterable[int]) -> list[StageWork]:
         """All layers on the devices of a panel's lanes, the slowest of them, for each of these counts."""

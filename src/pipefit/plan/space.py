@@ -23,6 +23,7 @@ from pipefit.plan.mixed import Pattern, laid_out, patterns, rearranged, replica_
 from pipefit.plan.panel import Count, Panel
 from pipefit.plan.sliced_panels import sliced, with_slices
 from pipefit.plan.slices import Slicer
+from pipefit.plan.slicing.cuts import check_number
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 
@@ -51,7 +52,7 @@ def panels(
     pins = families_only(pins)
     slicer = Slicer(cutter, job, pins) if cutter is not None and slicer is None else slicer
     for base in bases(job, layers, devices, hosts, pins, cutter):
-        for panel in (whole(base, pins), sliced(base, job, pins, slicer, None)):
+        for panel in (whole(base, pins), sliced(base, job, pins, slicer)):
             if panel is not None:
                 yield panel
 
@@ -208,7 +209,8 @@ def rearrangements(cutter: Cutter, job: Job, decisions: Decisions, pins: Mapping
             every = ([even] if rows % len(columns) == 0 else []) if alike else row_shares(columns, rows, time_s)
         for shares, inner in itertools.product(every, inners):
             devices = laid_out(other, inner, cutter.fleet.devices, shards)
-            yield replace(uncut, replicas=shares).on(devices, inner)
+            if len(devices) == decisions.device_count:  # fewer where a kind has no whole shard group
+                yield replace(uncut, replicas=shares).on(devices, inner)
 
 
 def _inner(hosts: int, replicas: int, lanes: int, pins: Mapping[str, Any]) -> tuple[Inner, ...]:
@@ -324,8 +326,11 @@ def check_space(job: Job, layers: int, devices: int, pins: Mapping[str, Any]) ->
             next_step="use fewer microbatches or replicas, or a larger --batch",
         )
     shards = pins.get("shards", (1,))
-    given = pins.get("slices", ())
-    check_cut(given if isinstance(given, tuple) else (), job.sequence, shards, _sharding(shards, pins), "--fix slices")
+    given = pins.get("slices", 1)
+    lengths = given if isinstance(given, tuple) else ()
+    check_cut(lengths, job.sequence, shards, _sharding(shards, pins), "--fix slices" if lengths else "--seq and shards")
+    if isinstance(given, int):
+        check_number(job.sequence, given, pins.get("slice_multiple", 1), "--fix slices")
     if next(space(job, layers, devices, 1, pins), None) is None:
         used = pins.get("devices")
         raise PlanError(

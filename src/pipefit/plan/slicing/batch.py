@@ -8,7 +8,8 @@ of a part of b rows is TeraPipe's shortest path, and the least sum of B rows a k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,31 +41,34 @@ class Batch:
 def best_batch(
     length: int,
     rows: int,
-    stages: int,
+    stages: float,
     time_of: Callable[[int], TimeOf],
     *,
     multiple: int = 8,
-    most_rows: int | None = None,
+    sizes: Sequence[int] = (),
     eps_s: float = 0.0,
     compiled: bool | None = None,
 ) -> Batch:
     """The parts of `rows` sequences of `length` tokens, and their slices, with the least total time.
 
-    `time_of(b)` is the time of slices of b rows; parts have at most `most_rows`. O(rows x cells^2 + rows^2) for a
-    bound. `eps_s`: see `best_bound`.
+    `time_of(b)` is the time of slices of b rows; parts have one of `sizes` rows, of which some add up to `rows`, or any
+    number. O(sizes x cells^2 + rows x sizes) for a bound. `eps_s`: see `best_bound`.
     """
-    sizes = range(1, min(rows, most_rows or rows) + 1)
-    paths = {size: Paths(length, time_of(size), multiple, compiled) for size in sizes}
+    unit = math.gcd(*sizes) if sizes else 1
+    paths = {size: Paths(length, time_of(size), multiple, compiled) for size in sizes or range(1, rows + 1)}
+
+    def packed(bound_s: float) -> tuple[Found, tuple[int, ...]]:
+        return _pack(rows // unit, {size // unit: path.within(bound_s) for size, path in paths.items()})
 
     def within(bound_s: float) -> Found:
-        return _pack(rows, {size: path.within(bound_s) for size, path in paths.items()})[0]
+        return packed(bound_s)[0]
 
     candidates = np.unique(np.concatenate([path.candidates for path in paths.values()])).tolist()
     bound_s, found = best_bound(candidates, within, stages, eps_s)
-    _, chosen = _pack(rows, {size: path.within(bound_s) for size, path in paths.items()})
+    chosen = sorted((unit * size for size in packed(bound_s)[1]), reverse=True)
     slices = {size: paths[size].slices(bound_s) for size in set(chosen)}
     return Batch(
-        parts=tuple(Part(size, slices[size]) for size in sorted(chosen, reverse=True)),
+        parts=tuple(Part(size, slices[size]) for size in chosen),
         total_s=found.total_s,
         longest_s=found.longest_s,
         step_s=found.step_s(stages),
@@ -75,7 +79,8 @@ def _pack(rows: int, found: dict[int, Found]) -> tuple[Found, tuple[int, ...]]:
     """(the least sum of parts with `rows` rows together, the rows of the parts)."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for count in range(1, rows + 1):
-        best.append(min((best[count - size][0] + one.total_s, size) for size, one in found.items() if size <= count))
+        every = ((best[count - size][0] + one.total_s, size) for size, one in found.items() if size <= count)
+        best.append(min(every, default=(NONE, 0)))
     if best[rows][0] == NONE:
         return Found(NONE, NONE), ()
     parts: list[int] = []

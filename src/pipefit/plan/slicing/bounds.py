@@ -24,13 +24,13 @@ class Found:
     longest_s: float
     "The longest slice that it uses."
 
-    def step_s(self, stages: int) -> float:
+    def step_s(self, stages: float) -> float:
         """Equation 5: the sum, and the longest slice once for every further stage."""
         return self.total_s + (stages - 1) * self.longest_s if self.total_s < NONE else NONE
 
 
 def best_bound(
-    candidates: Sequence[float], best_within: Callable[[float], Found], stages: int, eps_s: float = 0.0
+    candidates: Sequence[float], best_within: Callable[[float], Found], stages: float, eps_s: float = 0.0
 ) -> tuple[float, Found]:
     """(bound, what is found within it) for which sum + (stages - 1) longest is least.
 
@@ -53,7 +53,7 @@ def best_bound(
 
 
 class _Search:
-    def __init__(self, candidates: Sequence[float], best_within: Callable[[float], Found], stages: int) -> None:
+    def __init__(self, candidates: Sequence[float], best_within: Callable[[float], Found], stages: float) -> None:
         self.candidates, self.best_within, self.stages = candidates, best_within, stages
         self.seen: dict[int, Found] = {}
         self.best = len(candidates) - 1

@@ -1,82 +1,46 @@
 """How many slices: where the time to fill the pipeline, which slices shorten, meets what each of them costs anew.
 
-With m sequences a replica on K stages, C seconds of a whole sequence on a stage and o more for every slice, a step
-takes about T(s) = (m + (K - 1) / s) C + (m s + K - 1) o, whatever the schedule, as long as it does not idle between.
-T is least at s* = sqrt((K - 1) C / (m o)) (dT/ds = 0; the sum of TeraPipe's equation 5, arXiv 2102.07988, for equal
-slices and m sequences).
+With m sequences in turn on K lanes, v stages on each, and C(s) seconds of one sequence in s slices on a lane, a step
+takes about T(s) = (m + (K - 1) / (s v)) C(s), whatever the schedule, as long as it does not idle between. Where slices
+cost o seconds anew each, however many they are, C(s) = C + s o, and T is least at s* = sqrt((K - 1) C / (m v o)) (dT/ds
+= 0; for v = 1 the sum of TeraPipe's equation 5, arXiv 2102.07988, for equal slices and m sequences). C(s) grows faster
+where short slices fill the device less and less, so here it is a table, and T is looked up for each number on a ladder.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 
-from pipefit.plan.slicing.cuts import Cutter, TimeOf, equal_cost, most_slices, slice_times
+import numpy as np
 
-RISING = 4
-"""Numbers of slices are tried until one is so many times the best."""
+from pipefit.cost.types import Array
+from pipefit.plan.slicing.cuts import Counts, most_slices
 
-WIDE = (0.5, 1 / math.sqrt(2), math.sqrt(2), 2.0)
-"""Shares of the estimate that are worth trying beside its neighbours."""
+LADDER = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of slices that are tried."""
 
-
-def estimate(stages: int, sequences: int, sequence_s: float, overhead_s: float) -> float:
-    """s*, not rounded and at least 1; infinite where slices cost nothing anew."""
-    if stages == 1 or sequence_s <= 0:
-        return 1.0
-    if overhead_s <= 0:
-        return math.inf
-    return max(1.0, math.sqrt((stages - 1) * sequence_s / (sequences * overhead_s)))
+AROUND = 2
+"""Steps of the ladder to either side of the best one."""
 
 
-def step_s(stages: int, sequences: int, sequence_s: float, overhead_s: float, slices: float) -> float:
-    """T(s): seconds of a step."""
-    return (sequences + (stages - 1) / slices) * sequence_s + (sequences * slices + stages - 1) * overhead_s
-
-
-def overhead_of(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> float:
-    """Seconds that each slice costs anew: what an equal-cost slicing takes more than the whole sequence, by slice.
-
-    It holds what is launched again, contexts read again, and products too small to fill the device, which is why it
-    depends on the number. `slices` is at least 2.
-    """
-    parts = slice_times(equal_cost(length, slices, time_of, multiple), time_of)
-    whole = slice_times((length,), time_of)
-    return max(0.0, float(parts.sum() - whole[0])) / (slices - 1)
-
-
-def estimate_for(length: int, stages: int, sequences: int, time_of: TimeOf, multiple: int = 1) -> int:
-    """The number of slices at which equal-cost cuts take least, by the sum of TeraPipe's equation 5 for `sequences`
-    sequences: s* where slices cost the same anew however many they are, and right about it where small ones fill the
-    device less and less.
-
-    `time_of` gives the seconds of a stage, forward and backward together, and what it waits for messages.
-    """
+def ladder(length: int, multiple: int) -> Counts:
+    """1, and the numbers of the ladder that a sequence allows whose slices have at least `multiple` tokens."""
     most = most_slices(length, multiple)
-    cutter = Cutter(length, time_of, multiple)
-    known: dict[int, float] = {}
-
-    def time_s(slices: int) -> float:
-        if slices not in known:
-            parts = slice_times(cutter.equal_cost(slices), time_of)
-            known[slices] = float(sequences * parts.sum() + (stages - 1) * parts.max())
-        return known[slices]
-
-    best = 1
-    for number in sorted({min(most, round(math.sqrt(2) ** power)) for power in range(2 * most.bit_length() + 1)}):
-        best = min(best, number, key=time_s)
-        if number > RISING * best:
-            break
-    while True:
-        near = [number for number in (best - 1, best + 1) if 1 <= number <= most and time_s(number) < time_s(best)]
-        if not near:
-            return best
-        best = min(near, key=time_s)
+    return np.array([1, *(number for number in LADDER if number <= most)])
 
 
-def neighbourhood(best: float, most: int) -> tuple[int, ...]:
-    """The numbers of slices worth trying around an estimate, ascending: 1 (no slices), the two integers about it, one
-    more on either side, and others up to twice and down to half of it; none above `most`."""
-    best = min(best, float(most))
-    low = math.floor(best)
-    near = {low - 1, low, low + 1, math.ceil(best) + 1} | {round(best * share) for share in WIDE}
-    return tuple(sorted({1} | {number for number in near if 1 <= number <= most}))
+def step_s(lanes: int, sequences: int, numbers: Counts, lane_s: Array, turns: int = 1, idle: float = 1.0) -> Array:
+    """T for each of these numbers of slices: seconds of a step. `lane_s` is C of them; `idle` the part of the filling
+    that is idle, less than 1 where backwards are split."""
+    steps: Array = (sequences + idle * (lanes - 1) / (turns * numbers)) * lane_s
+    return steps
+
+
+def worth_trying(numbers: Counts, steps_s: Array, most: float) -> tuple[int, ...]:
+    """The number with the least time and its neighbours, as far as they take less than 1, which comes first; none above
+    `most` but the first of them."""
+    allowed = max(2, bisect_right(numbers.tolist(), most))
+    steps_s = steps_s[:allowed]
+    best = int(np.argmin(steps_s))
+    near = range(max(1, best - AROUND), min(len(steps_s), best + AROUND + 1)) if best else ()
+    return tuple(int(numbers[place]) for place in near if steps_s[place] < steps_s[0])

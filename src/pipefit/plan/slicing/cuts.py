@@ -71,7 +71,7 @@ def uniform(length: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
 
     Raises PlanError where the sequence is too short for that many.
     """
-    _require(length, slices, multiple)
+    check_number(length, slices, multiple)
     places = places_of(length, multiple)
     cells = len(places) - 1
     stops = [-(-cells * i // slices) for i in range(slices + 1)]
@@ -80,24 +80,29 @@ def uniform(length: int, slices: int, multiple: int = 1) -> tuple[int, ...]:
 
 def equal_cost(length: int, slices: int, time_of: TimeOf, multiple: int = 1) -> tuple[int, ...]:
     """The slicing whose most expensive slice is as cheap as any slicing's; below that bound the slices cost the same,
-    as far as `multiple` allows.
+    as far as `multiple` allows, and where short ones cost as much as long ones they are as long.
 
     The bound is found by bisection: with a bound, slices that are as long as it allows reach furthest. Between the
-    boundaries reached so from the start and from the end, the slack is shared out evenly. That needs a slice to cost no
-    less than one that begins later and ends where it does; where short slices hardly cost less than long ones, a long
-    past can make it otherwise, and then the result is only no worse than even slices. Raises PlanError where the
-    sequence is too short for that many slices.
+    boundaries reached so from the start and from the end, the slack is shared out evenly, in cost or in tokens,
+    whichever takes less. That needs a slice to cost no less than one that begins later and ends where it does; where
+    short slices hardly cost less than long ones, a long past can make it otherwise, and then the result is only no
+    worse than even slices. Raises PlanError where the sequence is too short for that many slices.
     """
     return Cutter(length, time_of, multiple).equal_cost(slices)
 
 
-def _require(length: int, slices: int, multiple: int) -> None:
-    """Raises PlanError where there cannot be so many slices."""
+def _rounded(number: float) -> float:
+    """To nine digits: sums of the same figures in another order are equal."""
+    return float(f"{number:.9g}")
+
+
+def check_number(length: int, slices: int, multiple: int, where: str = "the number of slices") -> None:
+    """Raises PlanError where there cannot be so many slices of at least `multiple` tokens."""
     if not 1 <= slices <= most_slices(length, multiple):
         raise PlanError(
             f"A sequence of {length} tokens cannot be cut into so many slices"
             + (f" of at least {multiple} tokens." if multiple > 1 else "."),
-            where="slices",
+            where=where,
             seen=slices,
             allowed=f"1 to {most_slices(length, multiple)}",
             next_step="use fewer slices, or longer sequences"
@@ -116,22 +121,31 @@ class Cutter:
 
     def equal_cost(self, slices: int) -> tuple[int, ...]:
         """See the function of this name."""
-        _require(self.length, slices, self.multiple)
+        check_number(self.length, slices, self.multiple)
         bound_s, furthest = self._least_bound(slices)
-        stops = self._shared_out(furthest, bound_s, slices)
-        if not self._within(stops, bound_s):
-            stops = furthest
+        earliest = self._earliest(bound_s, slices)
+        parts = [i / slices for i in range(slices + 1)]
+        even_s = [late - (late - early) * part for late, early, part in zip(furthest, earliest, parts, strict=True)]
+        even = [self.cells * part for part in parts]
+        tries = [self._near(wanted, earliest, bound_s) for wanted in (even_s, even)]
+        stops = min((one for one in tries if self._within(one, bound_s)), key=self._unevenness, default=furthest)
         return tuple(int(size) for size in np.diff(self.places[stops]))
 
-    def _shared_out(self, furthest: Sequence[int], bound_s: float, slices: int) -> list[int]:
-        """Boundaries between the furthest and the earliest ones."""
-        earliest = self._earliest(bound_s, slices)
-        stops = [0]
+    def _near(self, wanted: Sequence[float], earliest: Sequence[int], bound_s: float) -> list[int]:
+        """Boundaries as near to the wanted ones as the bound allows; none earlier than the earliest."""
+        stops, slices = [0], len(wanted) - 1
         for i in range(1, slices):
-            even = furthest[i] - (furthest[i] - earliest[i]) * i / slices
-            wanted = max(round(even), earliest[i], stops[-1] + 1)
-            stops.append(min(wanted, self._reach(stops[-1], bound_s, slices - i)))
+            place = max(round(wanted[i]), earliest[i], stops[-1] + 1)
+            stops.append(min(place, self._reach(stops[-1], bound_s, slices - i)))
         return [*stops, self.cells]
+
+    def _unevenness(self, stops: Sequence[int]) -> tuple[float, float, int]:
+        """What all slices take; how far that is from the same of each; how far from as many cells of each."""
+        times = [float(self._row(start)[stop - start - 1]) for start, stop in pairwise(stops)]
+        total = sum(times)
+        spread = sum((time / total) ** 2 for time in times) if total else 0.0
+        cells = sum((stop - start) ** 2 for start, stop in pairwise(stops))
+        return _rounded(total), _rounded(spread), cells
 
     def _within(self, stops: Sequence[int], bound_s: float) -> bool:
         rising = all(start < stop for start, stop in pairwise(stops))

@@ -31,7 +31,7 @@ class Slicing:
 
 def best_slicing(
     length: int,
-    stages: int,
+    stages: float,
     time_of: TimeOf,
     *,
     multiple: int = 8,
@@ -39,7 +39,8 @@ def best_slicing(
     eps_s: float = 0.0,
     compiled: bool | None = None,
 ) -> Slicing:
-    """The slicing of `sequences` sequences, sliced alike, with the least total time on `stages` stages.
+    """The slicing of `sequences` sequences, sliced alike, with the least total time on `stages` stages; K lanes with v
+    stages each fill as 1 + (K - 1) / v do.
 
     Slices are multiples of `multiple` tokens; what is left lengthens the last one. O(cells^2) for a bound, and some
     hundred bounds. `eps_s`: see `best_bound`. `compiled` forces numba on or off.
