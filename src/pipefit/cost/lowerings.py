@@ -14,15 +14,16 @@ profile` measured an operation, its factors multiply latency and bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pipefit.cost.collectives import all_gather_s, all_reduce_s, passes_backwards, reduce_scatter_s
+from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import CollectiveTime
 from pipefit.cost.types import Array
@@ -142,22 +143,35 @@ class Lowerings:
         assert name in LOWERINGS, f"no lowering {name!r}"
         return self.one(operation, name, total_bytes).seconds(*parts)
 
+    def sent(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> Iterator[tuple[int, int, float]]:
+        """(source, target, bytes) by position of what one of them sends; not of a padded ring."""
+        n = self.size
+        if operation == "all_to_all" and name != "grouped":
+            old, new = ((max(each),) * n for each in parts) if name == "padded" else parts
+            yield from ((i, j, total_bytes * old[i] * new[j]) for i, j in itertools.permutations(range(n), 2))
+            return
+        operation = "all_gather" if operation == "all_to_all" else operation
+        for messages, share in self._messages(operation, name):
+            yield from ((i, j, total_bytes * share * parts[0][part]) for i, j, part in messages)
+
     def _unit(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
+        """(seconds without bytes, the rounds): an all-to-all posts its messages one after the other, NCCL's ring has
+        n - 1 hops one after the other, gloo does one round after the other."""
         if operation == "all_to_all":
             return self._exchange() if name != "grouped" else self._gathered()
-        if name == "grouped":
-            return self._gloo_groups(operation) if self.network.over_gloo else self._ring_groups(operation)
-        latency, per_byte = self._factors("all_to_all")
-        messages = [
-            (i, j, i if operation == "all_gather" else j) for i in range(self.size) for j in range(self.size) if i != j
-        ]
-        steps = (self.size - 1) * latency * self._latency_s(messages)
-        return steps, Rounds(per_byte * self._loads(messages))
+        rounds = self._messages(operation, name)
+        latency, per_byte = self._factors("all_to_all" if name == "alltoallv" else GROUPED[operation])
+        if name == "grouped" and not self.network.over_gloo and not self.network.was_measured(GROUPED[operation]):
+            per_byte = GROUPED_OVER_EVEN[operation, self.network.inside(self.rings)]
+        steps = sum(self._latency_s(messages) for messages, _ in rounds)
+        if len(rounds) == 1:
+            steps *= self.size - 1
+        return latency * steps, Rounds(*(share * per_byte * self._loads(messages) for messages, share in rounds))
 
     def _exchange(self) -> tuple[float, Rounds]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
         latency, per_byte = self._factors("all_to_all")
-        pairs = [(i, j) for i in range(self.size) for j in range(self.size) if i != j]
+        pairs = list(itertools.permutations(range(self.size), 2))
         load: dict[Port, Array] = defaultdict(lambda: np.zeros((self.size, self.size)))
         for i, j in pairs:
             for port, seconds in self._ports(i, j):
@@ -170,40 +184,26 @@ class Lowerings:
         constant, rounds = self._unit("all_gather", "grouped")
         return constant, Rounds(*(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
 
-    def _ring_groups(self, operation: str) -> tuple[float, Rounds]:
-        """NCCL: every part goes along the ring to its last member, all parts at once; a hop carries all but one."""
-        measured = self.network.was_measured(GROUPED[operation])
-        even = GROUPED_OVER_EVEN[operation, self.network.inside(self.rings)]
-        latency, per_byte = self._factors(GROUPED[operation]) if measured else (1.0, even)
-        order = sorted(range(self.size), key=lambda position: self.rings[0][position])
-        hops = list(zip(order, (*order[1:], order[0]), strict=True))
-        messages = [
-            (a, b, part)
-            for a, b in hops
-            for part in range(self.size)
-            if part != (b if operation == "all_gather" else a)
-        ]
-        steps = (self.size - 1) * latency * self._latency_s(messages)
-        return steps, Rounds(per_byte * self._loads(messages))
-
-    def _gloo_groups(self, operation: str) -> tuple[float, Rounds]:
-        """gloo: one tree, or ring with a gather, after the other; each is as slow as its rounds are."""
-        latency, per_byte = self._factors(GROUPED[operation])
-        constant, loads = 0.0, []
-        for root in range(self.size):
-            for messages, share in _tree(self.size, root) if operation == "all_gather" else self._reduce(root):
-                constant += latency * self._latency_s(messages)
-                loads.append(share * per_byte * self._loads(messages))
-        return constant, Rounds(*loads)
+    def _messages(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
+        """The rounds of an all-gather or a reduce-scatter: messages that go at the same time, and which share of a part
+        each carries."""
+        n, gathers = self.size, operation == "all_gather"
+        if name == "alltoallv":
+            return [([(i, j, i if gathers else j) for i, j in itertools.permutations(range(n), 2)], 1.0)]
+        if not self.network.over_gloo:  # along the ring, all parts at once: a hop carries all but one
+            hops = self._hops()
+            return [([(*hop, part) for hop in hops for part in range(n) if part != hop[1 if gathers else 0]], 1.0)]
+        return [each for root in range(n) for each in (_tree(n, root) if gathers else self._reduce(root))]
 
     def _reduce(self, root: int) -> list[tuple[list[Message], float]]:
         """One gloo reduce: n - 1 steps of a part of it round the ring, then every other member's to the root."""
-        order = sorted(range(self.size), key=lambda position: self.rings[0][position])
-        if passes_backwards(self.network, "reduce_scatter"):
-            order.reverse()
-        ring = [(a, b, root) for a, b in zip(order, (*order[1:], order[0]), strict=True)]
+        ring = [(b, a, root) for a, b in self._hops()]  # backwards, as gloo's sums go
         gather = [(position, root, root) for position in range(self.size) if position != root]
         return [(ring, 1.0 / self.size)] * (self.size - 1) + [(gather, 1.0 / self.size)]
+
+    def _hops(self) -> list[tuple[int, int]]:
+        order = sorted(range(self.size), key=lambda position: self.rings[0][position])
+        return list(zip(order, (*order[1:], order[0]), strict=True))
 
     def _factors(self, operation: str) -> tuple[float, float]:
         return self.network.collective_factors(operation, self.network.inside(self.rings))

@@ -342,6 +342,19 @@ def _collective(
     graph: Graph, operator: Operator, symbols: dict[str, int], precision: Precision, collective: CollectiveTime | None
 ) -> tuple[float, float, float]:
     assert collective is not None, f"{operator.kind} in a graph that is costed without a shard axis"
+    elements, units = moved(graph, operator, symbols)
+    whole = float(elements * COMPUTE_BYTES[precision])
+    forward, backward = lowering_of(operator)
+    return (
+        collective(operator.kind, whole, forward, units),
+        collective(BACKWARD[operator.kind], whole, backward, units[::-1]),
+        0.0,
+    )
+
+
+def moved(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
+    """What a collective moves: the elements of the whole tensor, and the units in which it is cut (of an all_to_all,
+    before and afterwards; of an all_reduce, none)."""
     shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
     units: tuple[int, ...] = ()
     if operator.kind == "all_to_all":
@@ -354,13 +367,7 @@ def _collective(
     elif operator.kind != "all_reduce":
         whole_shape = shapes[1 if operator.kind == "all_gather" else 0]
         units = (operator.attributes.get("units") or size_value(whole_shape[operator.attributes["dim"]], symbols),)
-    whole = float(max(element_count(shape, symbols) for shape in shapes) * COMPUTE_BYTES[precision])
-    forward, backward = lowering_of(operator)
-    return (
-        collective(operator.kind, whole, forward, units),
-        collective(BACKWARD[operator.kind], whole, backward, units[::-1]),
-        0.0,
-    )
+    return max(element_count(shape, symbols) for shape in shapes), units
 
 
 def _unshard(

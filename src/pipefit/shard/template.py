@@ -102,7 +102,9 @@ class Toll:
 
 
 def _cheapest(ways: Sequence[Lowered], parts: tuple[Parts, ...]) -> Lowered:
-    return min(ways, key=lambda one: one.seconds(*parts))
+    """The first whose price no other is really below: sums in another order round otherwise."""
+    least = min(one.seconds(*parts) for one in ways)
+    return next(one for one in ways if one.seconds(*parts) <= least * (1 + 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class OpenWay:
     "Once an iteration, as its part of a microbatch."
     held: Line = (0.0, 0.0)
     "Bytes that stay on a device: a parameter with gradient and state, or what the backward needs."
+    talk: Toll | None = None
+    "Collectives inside the operator, forward and backward."
 
     def forward_s(self, fractions: Fractions, kind: int) -> float:
         return self._pass_s(0, fractions, kind)
@@ -135,7 +139,7 @@ class OpenWay:
 
     def cost_s(self, fractions: Fractions, kinds: int) -> float:
         """The slowest device's forward and its backward, the reduction, and what comes once."""
-        toll_s = self.toll.seconds(fractions) if self.toll else 0.0
+        toll_s = sum(toll.seconds(fractions) for toll in (self.toll, self.talk) if toll)
         each = range(kinds)
         slowest = max(self.forward_s(fractions, k) for k in each) + max(self.backward_s(fractions, k) for k in each)
         return slowest + toll_s + self.once_s
@@ -219,6 +223,8 @@ class Chosen:
             for value, source, target in moves:
                 meet(self.template.tolls[value][source, target])
             way = step.ways[number]
+            if way.talk is not None:
+                meet(way.talk)
             ways.append(way)
             if way.toll is not None:
                 meet(way.toll)

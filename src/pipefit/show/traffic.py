@@ -2,26 +2,29 @@
 
 Transfers between stages are the messages that the cost model counts. Collectives are counted as rings over their
 very groups; where a group has as many devices on every host, first inside the hosts and then between them, as the
-cost model's two-level form does (reference: `cost/collectives.py`).
+cost model's two-level form does (reference: `cost/collectives.py`). Uneven parts go as their lowering sends them
+(`cost/lowerings.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipefit.cost.lowerings import lowerings_over
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import BACKWARD
+from pipefit.cost.roofline import BACKWARD, moved
 from pipefit.cost.table import replica_rings, shard_rings
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split
-from pipefit.model.graph import Graph, element_count
+from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.saved import kept
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""How often a ring collective sends (n - 1)/n of the tensor over every hop."""
+"""How often a ring collective sends (n - 1)/n of the tensor over every hop; gloo sums a reduce-scatter by an
+all-reduce."""
 
 REASONS = ("activations", "gradients", "shards", "reduction", "parameters")
 """Forward transfers, backward transfers, collectives of shard programs, gradient sums, ZeRO-1 gathers."""
@@ -75,22 +78,38 @@ def _add_shard_collectives(
                 for start, stop in (split(length, stage.group.axis("shard").shares)[0] for length in (tokens, rows))
             )
             symbols = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
-            sent = sum(_collective_bytes(graphs[0], symbols, width, stage) for graphs in stage.layers)
-            _add_ring(traffic, ring, sent * microbatches, "shards", network)
+            lowerings, passed = lowerings_over(network, [ring]), 0.0
+            for kind, how, size, units in _collectives(stage, symbols, width):
+                parts = [_fractions(count, stage) for count in units]
+                if kind != "all_to_all" and how == "padded":
+                    passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
+                    passed += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
+                else:
+                    for i, j, part in lowerings.sent(kind, how, size * microbatches, *parts):
+                        traffic.add(ring[i], ring[j], part, "shards")
+            _add_ring(traffic, ring, passed * microbatches, "shards", network)
 
 
-def _collective_bytes(graph: Graph, symbols: Mapping[str, int], width: int, stage: StageWork) -> float:
-    """Passes x bytes of the whole tensors, over forward, backward and what is recomputed."""
-    again = set(kept(graph, stage.recompute, width).again)
-    total = 0.0
-    for index, operator in enumerate(graph.operators):
-        if operator.kind not in BACKWARD:
-            continue
-        shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
-        whole = width * max(element_count(shape, symbols) for shape in shapes)
-        ahead, back = PASSES[operator.kind], PASSES[BACKWARD[operator.kind]]
-        total += whole * (ahead * (2 if index in again else 1) + back)
-    return total
+def _collectives(
+    stage: StageWork, symbols: Mapping[str, int], width: int
+) -> Iterator[tuple[str, str, float, tuple[int, ...]]]:
+    """(kind, lowering, bytes of the whole tensor, units) of all collectives of a microbatch: forward, backward and what
+    is recomputed."""
+    for graphs in stage.layers:
+        graph = graphs[0]
+        again = set(kept(graph, stage.recompute, width).again)
+        for index, operator in enumerate(graph.operators):
+            if operator.kind not in BACKWARD:
+                continue
+            elements, units = moved(graph, operator, symbols)
+            ahead, back = lowering_of(operator)
+            for _ in range(2 if index in again else 1):
+                yield operator.kind, ahead, float(elements * width), units
+            yield BACKWARD[operator.kind], back, float(elements * width), units[::-1]
+
+
+def _fractions(units: int, stage: StageWork) -> tuple[float, ...]:
+    return tuple((stop - start) / units for start, stop in split(units, stage.group.axis("shard").shares))
 
 
 def _add_reductions(traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network) -> None:
