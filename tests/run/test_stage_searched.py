@@ -119,6 +119,7 @@ def test_two_devices():
     assert {"d0", "d1", "heads", "in", "out", "vocabulary", "+1"} <= words
     stored = {word.split(":")[0] for word in words if ".weight:G" in word or ".bias:G" in word or "weight:G" in word}
     assert {"weight", "q.weight", "q.bias", "down.weight", "lm.weight"} <= stored, "stored split, gathered for use"
+    assert any("vocabulary" in case[-1][-1] for case in todo), "the loss by vocabulary"
     assert run_processes(check_recipes, 2, todo) == [20, 20]
 
 

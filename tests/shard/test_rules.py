@@ -8,9 +8,12 @@ see is cut out with indices. The operators' examples are those of the execution 
 from __future__ import annotations
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.run.ops.op_cases import CASES, ROWS, SYMBOLS, TOKENS
 
 from pipefit.errors import PlanError
@@ -24,7 +27,7 @@ from pipefit.run.stage_record import Record
 from pipefit.shard.rules import Cut, labels_of, rules
 
 SHARES = (2, 1, 1)
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "shard_slice", "unshard"}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "shard_slice", "unshard"}
 
 
 def labelled_of(case):
@@ -42,7 +45,8 @@ def ways():
 
 
 def test_every_kind_has_a_rule():
-    assert set(rules()) == set(KINDS) - COLLECTIVES
+    parts = {kind for case in CASES for kind in labelled_of(case)[1].kinds.values()}
+    assert set(rules()) == set(KINDS) - COLLECTIVES - parts
 
 
 def test_an_operator_without_a_rule_is_named():
@@ -73,7 +77,7 @@ def cut(value, labels, label, units, run):
     return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size).contiguous()
 
 
-def execute(case, operator, labelled, values, shape, place, position=0, whole=None, addend=None):
+def execute(case, operator, labelled, values, shape, place, position=0, whole=None, addend=None, meeting=None):
     """(leaves, result) of the operator on one device's operands; `place` is its cut of the result, if it has one, and
     `addend` that of an operand where the result is a partial sum.
     `whole` are everyone's operands: positions come from the feed, which has all of them."""
@@ -96,7 +100,7 @@ def execute(case, operator, labelled, values, shape, place, position=0, whole=No
             device=torch.device("cpu"),
             seed=0,
             slices=1,
-            shard=ShardContext(group=None, shares=SHARES, position=position),
+            shard=ShardContext(group=meeting, shares=SHARES, position=position),
         ),
     )
     record = Record(0, 0, Feed(), train=True)
@@ -123,8 +127,34 @@ def gradient(leaf):
     return total if leaf.grad is None else total + leaf.grad
 
 
+class Meeting:
+    """A process group of threads: what is said inside operators is reduced here."""
+
+    def __init__(self, count):
+        self.barrier, self.said = threading.Barrier(count, timeout=60), []
+
+    def all_reduce(self, x, op):
+        self.said.append(x.clone())
+        self.barrier.wait()
+        total = torch.stack(self.said)
+        x.copy_(total.amax(0) if op == dist.ReduceOp.MAX else total.sum(0))
+        self.barrier.wait()
+        self.said.clear()
+        self.barrier.wait()
+
+
+def at_once(calls, talk):
+    """The results of the devices' work: one after the other, or where they talk, at the same time."""
+    if not talk:
+        return [call(None) for call in calls]
+    meeting = Meeting(len(calls))
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(meeting), calls))
+
+
 @pytest.mark.parametrize(("case", "label"), list(ways()))
-def test_parts_make_the_whole(case, label):
+def test_parts_make_the_whole(case, label, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group: group.all_reduce(x, op))
     operator, labelled, outputs = labelled_of(case)
     values = case.values()
     whole_leaves, whole = execute(case, operator, labelled, values, outputs[0], None)
@@ -134,7 +164,8 @@ def test_parts_make_the_whole(case, label):
     units = extent(case, labelled, label)
     out = labelled.outputs[0]
     partial = label not in out
-    results = []
+    part = dataclasses.replace(operator, kind=labelled.kinds.get(label, operator.kind))
+    calls, places = [], []
     gradients = {
         n: torch.zeros_like(leaf) for n, leaf in whole_leaves.items() if leaf is not None and leaf.requires_grad
     }
@@ -153,9 +184,17 @@ def test_parts_make_the_whole(case, label):
             shape = [*shape[:dim], back.shape[dim], *shape[dim + 1 :]]
             place = Cut(dim, run[0] * total // units if outputs[0][dim] not in ("B", "T") else -1, total)
         addend = first_cut(case, labelled, label, units, run) if partial else None
-        leaves, result = execute(case, operator, labelled, local, shape, place, position, values, addend)
-        result.backward(back)
-        results.append(result.detach())
+
+        def call(meeting, work=(part, labelled, local, shape, place, position, values, addend), back=back):
+            leaves, result = execute(case, *work, meeting)
+            result.backward(back)
+            return leaves, result.detach()
+
+        calls.append(call)
+        places.append(run)
+    results = []
+    for (leaves, result), run in zip(at_once(calls, label in labelled.kinds), places, strict=True):
+        results.append(result)
         for name, labels in zip(case.inputs, labelled.inputs, strict=True):
             if name in gradients and leaves[name] is not None:
                 cut_out = cut_view(gradients[name], labels, label, units, run)

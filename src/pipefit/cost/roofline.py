@@ -18,7 +18,7 @@ from pipefit.model.graph import Graph, Operator, element_count, size_value
 from pipefit.model.ops import KINDS, saved_bytes
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.passing import Passing, passing_bytes
-from pipefit.model.ops.saved import kept, owed_bytes
+from pipefit.model.ops.saved import call_of, kept, owed_bytes
 from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
 from pipefit.model.ops.unshard import gathers_of, weights
 
@@ -282,10 +282,27 @@ def _operator(
     forward_s, input_s, weight_s = (
         _roof(work, rate, kind) for work in operator_work(graph, operator, symbols, precision)
     )
+    if KINDS[operator.kind].talks is not None:
+        more_s, back_s = talk_s(graph, operator, symbols, precision, collective)
+        forward_s, input_s = forward_s + more_s, input_s + back_s
     if operator.kind == "attention":
         more_s, back_s = (count * chunks * kind.overhead_s for count in MERGING)
         return forward_s + more_s, input_s + back_s, weight_s
     return forward_s, input_s, weight_s
+
+
+def talk_s(
+    graph: Graph,
+    operator: Operator,
+    symbols: Mapping[str, int],
+    precision: Precision,
+    collective: CollectiveTime | None,
+) -> tuple[float, float]:
+    """Seconds of the collectives inside an operator, forward and backward."""
+    talks = KINDS[operator.kind].talks
+    assert talks is not None and collective is not None, f"{operator.kind} is costed without a shard axis"
+    said = talks(call_of(graph, operator, symbols, COMPUTE_BYTES[precision]))
+    return sum(collective(*one) for one in said.forward), sum(collective(*one) for one in said.input_gradient)
 
 
 class Work(NamedTuple):

@@ -156,7 +156,8 @@ def _operators(model: Model, layer: Layer, link: Link, fractions: Fractions) -> 
         way = step.ways[number]
         yield Line(
             text="",
-            forward_s=max(way.forward_s(fractions, kind) for kind in kinds),
+            forward_s=max(way.forward_s(fractions, kind) for kind in kinds)
+            + (way.talk.seconds(fractions) if way.talk else 0.0),
             backward_s=max(way.backward_s(fractions, kind) for kind in kinds),
         )
         if way.toll is not None:

@@ -8,70 +8,24 @@ with the one that its backward does (the duality of forms).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from pipefit.cluster.types import DeviceKind
 from pipefit.cost.lowerings import Lowered
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes, static_parts
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.cost.overlap import BUCKET_BYTES
-from pipefit.cost.roofline import BACKWARD, CollectiveTime, Work, operator_work
+from pipefit.cost.roofline import BACKWARD
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count, multiply_sizes
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count
 from pipefit.model.ops import kept
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of
+from pipefit.shard.operator_work import OperatorWork
 from pipefit.shard.program import TOKENS, labels_at
 from pipefit.shard.rules import Labelled, Labels
-from pipefit.shard.template import WHOLE_CUT, Fractions, Line, Lines, Members, OpenStep, OpenWay, Template, Toll
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The devices of a shard axis, and what one microbatch brings them."""
-
-    kinds: tuple[DeviceKind, ...]
-    "Of every position."
-    collective: CollectiveTime
-    "Over these devices, for even parts."
-    rows: int
-    tokens: int
-    precision: Precision
-    microbatches: int
-    "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
-    slowness: Mapping[str, float] = field(default_factory=dict)
-    "Kind of device -> what its computing takes against the roofline, where that was measured."
-    lowered: Callable[[str, float], tuple[Lowered, ...]] | None = None
-    "(all_gather, reduce_scatter or all_to_all, bytes of the whole tensor) -> its lowerings over these devices; None:"
-    " parts are padded, and nothing goes from one split to another at once."
-    lanes: int = 1
-    "Groups of devices over which the layers are spread: one of them holds so small a part."
-
-    @cached_property
-    def distinct(self) -> tuple[DeviceKind, ...]:
-        return tuple({kind.name: kind for kind in self.kinds}.values())
-
-    @cached_property
-    def members(self) -> Members:
-        names = [kind.name for kind in self.distinct]
-        return Members(tuple(names.index(kind.name) for kind in self.kinds))
-
-    @property
-    def speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """How fast every device computes, and how fast it moves: FLOP/s and bytes/s as far as it reaches them."""
-        slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
-        rates = [kind.peak_flops_per_s[self.precision] * kind.efficiency for kind in self.kinds]
-        moves = [kind.memory_bandwidth_bytes_per_s for kind in self.kinds]
-        return (
-            tuple(rate / by for rate, by in zip(rates, slow, strict=True)),
-            tuple(move / by for move, by in zip(moves, slow, strict=True)),
-        )
-
-    @property
-    def symbols(self) -> dict[str, int]:
-        return {"B": self.rows, "T": self.tokens, "P": 0}
+from pipefit.shard.setting import Setting as Setting
+from pipefit.shard.template import WHOLE_CUT, Fractions, Line, Lines, OpenStep, OpenWay, Template, Toll
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +100,7 @@ class _Pricing:
         self.units = cut_units(graph)
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
+        self.work = OperatorWork(setting, self.shapes, self.tensors, self.parameters)
         self.width = COMPUTE_BYTES[setting.precision]
         self.kept = {*kept(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}
@@ -255,7 +210,7 @@ class _Pricing:
         labelled = labels_at(self.shapes, operator)
         present = [index for index, name in enumerate(operator.inputs) if name]
         whole = (0,) * len(present)
-        plain = self.passes(operator, labelled, "")
+        plain = self.work.passes(operator, labelled, "")
         size = self.held_bytes(operator.outputs[0])
         ways = [OpenWay(whole, frontier.WHOLE, WHOLE_CUT, plain, held=(size, 0.0))]
         picks = [Pick()]
@@ -264,7 +219,7 @@ class _Pricing:
             ways.append(OpenWay(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
             picks.append(Pick(linear=number))
         for label, cut in self.labels(operator, labelled).items():
-            passes = self.passes(operator, labelled, label)
+            passes, talk = self.work.passes(operator, labelled, label), self.work.talk(operator, labelled, label)
             gives = _form_along(labelled.outputs[0], label)
             partial = gives == frontier.WHOLE
             once = {index for index in labelled.once if partial and operator.inputs[index]}
@@ -272,10 +227,10 @@ class _Pricing:
                 frontier.WHOLE if index in once else _form_along(labelled.inputs[index], label) for index in present
             )
             if not partial:
-                ways.append(OpenWay(needs, gives, cut, passes, held=(0.0, size)))
+                ways.append(OpenWay(needs, gives, cut, passes, held=(0.0, size), talk=talk))
                 picks.append(Pick(label))
             elif not once:
-                ways.append(OpenWay(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0)))
+                ways.append(OpenWay(needs, frontier.PARTIAL, cut, passes, held=(size, 0.0), talk=talk))
                 picks.append(Pick(label))
             else:
                 for form, toll in self.settlements(operator, labelled, once):
@@ -357,63 +312,6 @@ class _Pricing:
     def there_and_back(self, kind: str, size: float) -> float:
         return self.setting.collective(kind, size) + self.setting.collective(BACKWARD[kind], size)
 
-    def passes(self, operator: Operator, labelled: Labelled, label: str) -> tuple[tuple[Lines, ...], ...]:
-        """The passes of an operator on every kind of device, as lines in the fraction of `label` ('': of nothing)."""
-        once, twice = (
-            operator_work(
-                self.alone(operator, labelled, label, times), operator, self.setting.symbols, self.setting.precision
-            )
-            for times in (1, 2)
-        )
-        return tuple(
-            tuple(self.roof(one, two, kind) for kind in self.setting.distinct)
-            for one, two in zip(once, twice, strict=True)
-        )
-
-    def roof(self, one: Work | None, two: Work | None, kind: DeviceKind) -> Lines:
-        """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""
-        if one is None or two is None:
-            return ()
-        slow = self.setting.slowness.get(kind.name, 1.0)
-        rate = kind.peak_flops_per_s[self.setting.precision] * kind.efficiency / slow
-        speed = kind.memory_bandwidth_bytes_per_s / slow
-        found = []
-        for first, second, per_s in (
-            (one.flops, two.flops, rate),
-            (one.moved_bytes, two.moved_bytes, speed),
-        ):
-            found.append((2 * first - second) / per_s + kind.overhead_s)
-            found.append((second - first) / per_s)
-        lines = ((found[0], found[1]), (found[2], found[3]))
-        return _highest(lines)
-
-    def alone(self, operator: Operator, labelled: Labelled, label: str, times: int) -> Graph:
-        """The operator alone, with the dimensions of a label `times` as long."""
-        shapes: dict[str, Shape] = {}
-        names = (*operator.inputs, *operator.outputs)
-        for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
-            if name:
-                shapes[name] = tuple(
-                    multiply_sizes(times, size) if label and (labels or ())[dim] == label else size
-                    for dim, size in enumerate(self.shapes[name])
-                )
-        tensor = {
-            name: Tensor(name=name, shape=shapes[name], dtype=self.tensors[name].dtype, role=self.tensors[name].role)
-            for name in shapes
-            if name in self.tensors
-        }
-        return Graph(
-            inputs=tuple(tensor[name] for name in tensor if name not in operator.outputs),
-            outputs=operator.outputs,
-            operators=(operator,),
-            parameters=tuple(
-                ParameterSpec(name=name, shape=tuple(map(int, shapes[name])), trainable=self.parameters[name].trainable)
-                for name in shapes
-                if name in self.parameters
-            ),
-            tensors=tuple(tensor[name] for name in operator.outputs),
-        )
-
     def cut(self, name: str, dim: int) -> int | None:
         """The units of a dimension here; None where it cannot be split among these devices."""
         if (name, dim) not in self.units:
@@ -429,13 +327,3 @@ class _Pricing:
 
 def _form_along(labels: Labels | None, label: str) -> int:
     return frontier.split_along(labels.index(label)) if labels is not None and label in labels else frontier.WHOLE
-
-
-def _highest(lines: tuple[Line, Line]) -> Lines:
-    """The lines that are the higher one somewhere between nothing and all."""
-    (a, b), (c, d) = lines
-    if a >= c and a + b >= c + d:
-        return (lines[0],)
-    if c >= a and c + d >= a + b:
-        return (lines[1],)
-    return lines

@@ -141,8 +141,9 @@ class Program:
         for name, source, labels in zip(results, operator.outputs, labelled.outputs, strict=True):
             self.shapes[name], self.dtypes[name] = self.shapes[source], self.dtypes[source]
             self.held[name] = Held(PARTIAL) if partial or choice.linear >= 0 else self._wanted(name, labels, choice)
-        self._write(operator, inputs, results, labelled, partial)
+        self._write(operator, inputs, results, labelled, choice, partial)
         if settles:
+            late = [self._aligned(name, operator, labelled) for name in late]
             self._settle(operator, late, choice.settle, choice.how)
 
     def _inputs(
@@ -297,6 +298,27 @@ class Program:
                 summed = result
             self._rename(summed, name)
 
+    def _aligned(self, bias: str, operator: Operator, labelled: Labelled) -> str:
+        """A whole bias with dimensions of one where the result has others behind it: that of a convolution."""
+        labels = labelled.inputs[operator.inputs.index(bias)] if bias in operator.inputs else None
+        out = labelled.outputs[0]
+        if labels is None or out[len(out) - len(labels) :] == labels:
+            return bias
+        size = dict(zip(labels, self.shapes[bias], strict=True))
+        shape = tuple(size[label] if label in labels else 1 for label in out)
+        name = f"{operator.outputs[0]}.bias"
+        self.shapes[name], self.dtypes[name], self.held[name] = shape, "compute", WHOLE
+        for position in range(len(self.shares)):
+            reshape = Operator(
+                kind="reshape",
+                inputs=(bias,),
+                outputs=(name,),
+                attributes={"shape": list(shape)},
+                source=operator.source,
+            )
+            self._append(position, reshape)
+        return name
+
     def _rename(self, old: str, new: str) -> None:
         """Give the newest operator's output the name that the rest of the graph knows."""
         for operators, tensors in zip(self.operators, self.tensors, strict=True):
@@ -313,8 +335,10 @@ class Program:
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         labelled: Labelled,
+        choice: Choice,
         partial: bool,
     ) -> None:
+        kind = labelled.kinds.get(choice.label or "", operator.kind)
         held = self.held[outputs[0]]
         split_inputs = [name for name in inputs if name and self.held[name].form.kind == "G"]
         for position in range(len(self.shares)):
@@ -328,7 +352,7 @@ class Program:
             self._append(
                 position,
                 Operator(
-                    kind=operator.kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source
+                    kind=kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source
                 ),
             )
 

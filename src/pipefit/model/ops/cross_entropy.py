@@ -1,7 +1,8 @@
 """cross_entropy(logits_BTV, labels_BT) -> the sum over valid labels of log sum exp(logits) - logits[label].
 
 Computed in float32 or wider. Keeps the logits and one log-sum-exp per token; the softmax is made again in the backward,
-some rows at a time.
+some rows at a time. `cross_entropy_shard` is the same of a run of the vocabulary (Megatron-LM's vocabulary-parallel
+loss: Shoeybi et al., 2019): two numbers a token are reduced over the devices, no logits are sent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, OperatorKind
+from pipefit.model.ops.kind import Call, OperatorKind, Talk
 
 
 def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
@@ -48,6 +49,11 @@ def _backward_extra(call: Call) -> int:
     return 0 if call.wide_bytes == call.compute_bytes else _chunk_bytes(call)
 
 
+def _talks(call: Call) -> Talk:
+    """The largest logit of every token, then the sum of the exponentials."""
+    return Talk(forward=(("all_reduce", _own_bytes(call)),) * 2)
+
+
 OPERATORS = (
     OperatorKind(
         kind="cross_entropy",
@@ -57,6 +63,20 @@ OPERATORS = (
         shapes=_shapes,
         saves=_saves,
         own_bytes=_own_bytes,
+        forward_extra=_forward_extra,
+        backward_extra=_backward_extra,
+        boundary=True,
+        output_dtype="float32",
+    ),
+    OperatorKind(
+        kind="cross_entropy_shard",
+        summary="Addend of the sum where every device has the logits of a run of the vocabulary.",
+        inputs=("logits", "labels"),
+        attributes={"ignore_index": "label that does not count; -100", "first": "the first label of this device"},
+        shapes=_shapes,
+        saves=_saves,
+        own_bytes=_own_bytes,
+        talks=_talks,
         forward_extra=_forward_extra,
         backward_extra=_backward_extra,
         boundary=True,

@@ -56,6 +56,14 @@ class Call:
         return max(4, self.compute_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """Collectives that an operator of which every device computes a part does inside: (kind, bytes of the tensor)."""
+
+    forward: tuple[tuple[str, float], ...] = ()
+    input_gradient: tuple[tuple[str, float], ...] = ()
+
+
 def _no_flops(call: Call) -> Flops:
     return Flops()
 
@@ -92,6 +100,8 @@ class OperatorKind:
     gathers: Mapping[int, int] = field(default_factory=dict)
     "Weights (indices of inputs) that the operator gathers for itself where they are stored split: once, in the"
     " forward, or twice, for the input gradient again. It lets go of them at once; others are gathered once and kept."
+    talks: Callable[[Call], Talk] | None = None
+    "What the devices of a shard axis say to each other inside the operator."
     pending_values: tuple[int, ...] = ()
     "Indices of inputs that a pending W holds."
     pending_gradients: bool = False

@@ -15,6 +15,7 @@ import torch
 from pipefit.model.graph import Operator
 from pipefit.model.ops.cross_entropy import CHUNK_NUMBERS
 from pipefit.run.ops import Context, Step
+from pipefit.run.shard_talk import reduced
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -33,19 +34,58 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         logits, labels, total = ctx.saved_tensors
-        flat, label = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        label = labels.reshape(-1)
         counts = label != ctx.ignore
-        label = torch.where(counts, label, 0).unsqueeze(1)
-        weight = torch.where(counts, dy, 0).unsqueeze(1)
-        dx = torch.empty_like(flat)
+        return softmax_less(logits, total, torch.where(counts, dy, 0), label, counts), None, None, None
+
+
+class _CrossEntropyShard(torch.autograd.Function):
+    """This device's addend: the log-sum-exps (of all the vocabulary) on the first device, less the logits of the labels
+    that are its own. The backward needs nothing of the others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore: int, wide: torch.dtype, first: int, shard: Any
+    ) -> torch.Tensor:
+        flat, label = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        peak = reduced(flat.amax(1).to(wide), shard, "max")
+        total = torch.empty_like(peak)
         for start, stop in chunks(flat):
-            same = dx.dtype == total.dtype
-            p = dx[start:stop].copy_(flat[start:stop]) if same else flat[start:stop].to(total.dtype)
-            p.sub_(total[start:stop].unsqueeze(1)).exp_().mul_(weight[start:stop])
-            p.scatter_add_(1, label[start:stop], -weight[start:stop])
-            if not same:
-                dx[start:stop] = p
-        return dx.view(logits.shape), None, None, None
+            torch.sum((flat[start:stop].to(wide) - peak[start:stop].unsqueeze(1)).exp_(), 1, out=total[start:stop])
+        total = reduced(total, shard).log_().add_(peak)
+        counts = label != ignore
+        own = counts & (label >= first) & (label < first + flat.shape[1])
+        picked = flat.gather(1, torch.where(own, label - first, 0).unsqueeze(1)).squeeze(1)
+        ctx.ignore, ctx.first = ignore, first
+        ctx.save_for_backward(logits, labels, total)
+        sums = torch.where(counts, total, 0) if shard.position == 0 else torch.zeros_like(total)
+        return (sums - torch.where(own, picked, 0)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        logits, labels, total = ctx.saved_tensors
+        label = labels.reshape(-1)
+        own = (label >= ctx.first) & (label < ctx.first + logits.shape[-1]) & (label != ctx.ignore)
+        dx = softmax_less(logits, total, torch.where(label != ctx.ignore, dy, 0), label - ctx.first, own)
+        return dx, None, None, None, None, None
+
+
+def softmax_less(
+    logits: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, own: torch.Tensor
+) -> torch.Tensor:
+    """weight x (softmax(logits) - one at `label` where it is `own`), some rows at a time; `total` are log-sum-exps."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    label, weight = torch.where(own, label, 0).unsqueeze(1), weight.unsqueeze(1)
+    less = torch.where(own.unsqueeze(1), -weight, 0)
+    dx = torch.empty_like(flat)
+    for start, stop in chunks(flat):
+        same = dx.dtype == total.dtype
+        p = dx[start:stop].copy_(flat[start:stop]) if same else flat[start:stop].to(total.dtype)
+        p.sub_(total[start:stop].unsqueeze(1)).exp_().mul_(weight[start:stop])
+        p.scatter_add_(1, label[start:stop], less[start:stop])
+        if not same:
+            dx[start:stop] = p
+    return dx.view(logits.shape)
 
 
 def chunks(flat: torch.Tensor) -> list[tuple[int, int]]:
@@ -61,4 +101,11 @@ def build(operator: Operator, context: Context) -> Step:
     return Step(lambda logits, labels: apply(logits, labels, ignore, wide))
 
 
-BUILDERS = {"cross_entropy": build}
+def build_shard(operator: Operator, context: Context) -> Step:
+    ignore, first = int(operator.attributes.get("ignore_index", -100)), int(operator.attributes["first"])
+    wide, shard = torch.promote_types(context.dtype, torch.float32), context.shard
+    apply = _CrossEntropyShard.apply
+    return Step(lambda logits, labels: apply(logits, labels, ignore, wide, first, shard))
+
+
+BUILDERS = {"cross_entropy": build, "cross_entropy_shard": build_shard}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -47,6 +47,8 @@ class Labelled:
     "Inputs that are added to the output (a bias): with a partial output they are added after its reduction."
     linear: tuple[tuple[int, ...], ...] = ()
     "Sets of inputs in which the output is linear together: partial sums in all of a set, the rest whole, give a P."
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    "Labels along which parts must know of each other -> the kind of operator that computes a part and talks inside."
     local: Callable[[Mapping[str, Any], Shape, Cut], Mapping[str, Any]] | None = None
     "(attributes, local shape of output 0, its cut) -> attributes on one device, where they name sizes or places."
     addend: Callable[[Mapping[str, Any], Cut], Mapping[str, Any]] | None = None

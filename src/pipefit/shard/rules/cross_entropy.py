@@ -1,16 +1,30 @@
-"""cross_entropy: by rows or tokens; the sum is then partial."""
+"""cross_entropy: by rows or tokens, or by vocabulary, where every device knows its first label; the sum is partial."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, leading
+from pipefit.shard.rules import Cut, Labelled
 
 
 def cross_entropy(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     logits = inputs[0]
     assert logits is not None
-    labels = leading(len(logits))
-    return Labelled(inputs=(labels, labels[:-1]), outputs=((),), units={})
+    last = len(logits) - 1
+    front = tuple(f"d{i}" for i in range(last))
+
+    def first_label(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+        return {**attributes, "first": cut.start} if cut.dim == last else attributes
+
+    return Labelled(
+        inputs=((*front, "vocabulary"), front),
+        outputs=((),),
+        units={},
+        kinds={"vocabulary": "cross_entropy_shard"},
+        addend=first_label,
+    )
 
 
 RULES = {"cross_entropy": cross_entropy}

@@ -1,0 +1,99 @@
+"""What computing one operator takes on the devices of a setting, whole or split along a label."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.roofline import Work, operator_work, talk_s
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, multiply_sizes
+from pipefit.shard.rules import Labelled
+from pipefit.shard.setting import Setting
+from pipefit.shard.template import Line, Lines, Toll
+
+
+class OperatorWork:
+    """Prices the operators of one graph, by roofline."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        shapes: Mapping[str, Shape],
+        tensors: Mapping[str, Tensor],
+        parameters: Mapping[str, ParameterSpec],
+    ) -> None:
+        self.setting, self.shapes, self.tensors, self.parameters = setting, shapes, tensors, parameters
+
+    def passes(self, operator: Operator, labelled: Labelled, label: str) -> tuple[tuple[Lines, ...], ...]:
+        """The passes of an operator on every kind of device, as lines in the fraction of `label` ('': of nothing)."""
+        graphs = [self.alone(operator, labelled, label, times) for times in (1, 2)]
+        once, twice = (
+            operator_work(graph, graph.operators[0], self.setting.symbols, self.setting.precision) for graph in graphs
+        )
+        return tuple(
+            tuple(self.roof(one, two, kind) for kind in self.setting.distinct)
+            for one, two in zip(once, twice, strict=True)
+        )
+
+    def talk(self, operator: Operator, labelled: Labelled, label: str) -> Toll | None:
+        """What devices say to each other inside an operator of which each computes a part of `label`."""
+        if label not in labelled.kinds:
+            return None
+        graph, setting = self.alone(operator, labelled, label, 1), self.setting
+        seconds = talk_s(graph, graph.operators[0], setting.symbols, setting.precision, setting.collective)
+        return Toll((sum(seconds), 0.0))
+
+    def roof(self, one: Work | None, two: Work | None, kind: DeviceKind) -> Lines:
+        """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""
+        if one is None or two is None:
+            return ()
+        slow = self.setting.slowness.get(kind.name, 1.0)
+        rate = kind.peak_flops_per_s[self.setting.precision] * kind.efficiency / slow
+        speed = kind.memory_bandwidth_bytes_per_s / slow
+        found = []
+        for first, second, per_s in (
+            (one.flops, two.flops, rate),
+            (one.moved_bytes, two.moved_bytes, speed),
+        ):
+            found.append((2 * first - second) / per_s + kind.overhead_s)
+            found.append((second - first) / per_s)
+        lines = ((found[0], found[1]), (found[2], found[3]))
+        return _highest(lines)
+
+    def alone(self, operator: Operator, labelled: Labelled, label: str, times: int) -> Graph:
+        """The operator alone, with the dimensions of a label `times` as long."""
+        shapes: dict[str, Shape] = {}
+        names = (*operator.inputs, *operator.outputs)
+        for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
+            if name:
+                shapes[name] = tuple(
+                    multiply_sizes(times, size) if label and (labels or ())[dim] == label else size
+                    for dim, size in enumerate(self.shapes[name])
+                )
+        tensor = {
+            name: Tensor(name=name, shape=shapes[name], dtype=self.tensors[name].dtype, role=self.tensors[name].role)
+            for name in shapes
+            if name in self.tensors
+        }
+        return Graph(
+            inputs=tuple(tensor[name] for name in tensor if name not in operator.outputs),
+            outputs=operator.outputs,
+            operators=(replace(operator, kind=labelled.kinds.get(label, operator.kind)),),
+            parameters=tuple(
+                ParameterSpec(name=name, shape=tuple(map(int, shapes[name])), trainable=self.parameters[name].trainable)
+                for name in shapes
+                if name in self.parameters
+            ),
+            tensors=tuple(tensor[name] for name in operator.outputs),
+        )
+
+
+def _highest(lines: tuple[Line, Line]) -> Lines:
+    """The lines that are the higher one somewhere between nothing and all."""
+    (a, b), (c, d) = lines
+    if a >= c and a + b >= c + d:
+        return (lines[0],)
+    if c >= a and c + d >= a + b:
+        return (lines[1],)
+    return lines

@@ -1,0 +1,59 @@
+"""Who works together along a shard axis, and on how much: what prices are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.lowerings import Lowered
+from pipefit.cost.memory import Precision
+from pipefit.cost.roofline import CollectiveTime
+from pipefit.shard.template import Members
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The devices of a shard axis, and what one microbatch brings them."""
+
+    kinds: tuple[DeviceKind, ...]
+    "Of every position."
+    collective: CollectiveTime
+    "Over these devices, for even parts."
+    rows: int
+    tokens: int
+    precision: Precision
+    microbatches: int
+    "Of an iteration: gradients are reduced and parameters updated once in so many microbatches."
+    slowness: Mapping[str, float] = field(default_factory=dict)
+    "Kind of device -> what its computing takes against the roofline, where that was measured."
+    lowered: Callable[[str, float], tuple[Lowered, ...]] | None = None
+    "(all_gather, reduce_scatter or all_to_all, bytes of the whole tensor) -> its lowerings over these devices; None:"
+    " parts are padded, and nothing goes from one split to another at once."
+    lanes: int = 1
+    "Groups of devices over which the layers are spread: one of them holds so small a part."
+
+    @cached_property
+    def distinct(self) -> tuple[DeviceKind, ...]:
+        return tuple({kind.name: kind for kind in self.kinds}.values())
+
+    @cached_property
+    def members(self) -> Members:
+        names = [kind.name for kind in self.distinct]
+        return Members(tuple(names.index(kind.name) for kind in self.kinds))
+
+    @property
+    def speeds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """How fast every device computes, and how fast it moves: FLOP/s and bytes/s as far as it reaches them."""
+        slow = [self.slowness.get(kind.name, 1.0) for kind in self.kinds]
+        rates = [kind.peak_flops_per_s[self.precision] * kind.efficiency for kind in self.kinds]
+        moves = [kind.memory_bandwidth_bytes_per_s for kind in self.kinds]
+        return (
+            tuple(rate / by for rate, by in zip(rates, slow, strict=True)),
+            tuple(move / by for move, by in zip(moves, slow, strict=True)),
+        )
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        return {"B": self.rows, "T": self.tokens, "P": 0}
