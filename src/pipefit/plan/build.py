@@ -55,6 +55,7 @@ class Workbench:
         self.layers: LayerCosts = layers or best_costs(cluster)
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
         self.cluster_source = cluster_source
+        self._searched_for: tuple[Job, Asked] | None = None
         self.hashes = Hashes(model=model.hash, cluster=digest(cluster))
 
     @property
@@ -105,7 +106,10 @@ class Workbench:
         return parts if cuts == tuple(stage.layers[0] for stage in parts.stages[1:]) else parts_of(cuts)
 
     def search_recipes(self, job: Job, asked: Asked) -> None:
-        """Search the shard programs of the module's layers; from now on `searched` means these."""
+        """Search the shard programs of the module's layers; from now on `searched` without a name means these."""
+        if self._searched_for == (job, asked):
+            return
+        self._searched_for = (job, asked)
         self.programs = Programs(
             self.model, searched_recipes(self.model, self.module, self.network, self.layers, job, asked)
         )
@@ -179,7 +183,7 @@ def build_plan(
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     check_length(bench.module, model, job.sequence, "job.sequence")
-    if decisions.sharding == "searched":
+    if decisions.sharding == "searched" and not decisions.recipes:
         bench.search_recipes(job, asked_by(decisions, job.batch))
     if len(decisions.slices) > 1:
         check_sliceable(model, "slices")

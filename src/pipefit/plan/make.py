@@ -13,6 +13,7 @@ from pipefit.model.graph import Model
 from pipefit.plan.build import Workbench
 from pipefit.plan.collecting import collection_put_off
 from pipefit.plan.fitting import FIT, best_plans
+from pipefit.plan.groups.search import with_groups
 from pipefit.plan.left_out import left_out
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
@@ -56,11 +57,12 @@ def make_plan(
         check_space(job, len(bench.module.layers), count, pins)
         bench.search_recipes(job, asked_in(pins, job, count))
     found = best_plans(bench, job, pins, top, progress)
-    if not found.fitting:
-        raise does_not_fit(bench, job, pins, found)
     placing = place_found(bench, job, pins, found)
-    curve = trade(bench, job, pins, placing.found.fitting[0])
-    found = _with(placing.found, curve.best)
+    grouping = with_groups(bench, job, pins, placing.found)
+    if not grouping.found.fitting:
+        raise does_not_fit(bench, job, pins, found)
+    curve = trade(bench, job, pins, grouping.found.fitting[0])
+    found = _with(grouping.found, curve.best)
     best = found.fitting[0]
     plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
     plan = predict(plan, model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
@@ -80,7 +82,7 @@ def make_plan(
         assumptions=(
             *plan.prediction.assumptions,
             *left_out(bench, job, found),
-            *filter(None, [placing.note]),
+            *filter(None, [placing.note, grouping.note]),
             slice_note(bench, job, pins, found),
             counted,
         ),

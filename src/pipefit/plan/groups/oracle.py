@@ -1,0 +1,123 @@
+"""What the groups of a cluster would run, and what that costs: searched once for groups that are alike.
+
+Two groups are alike if their kinds of devices, what their links make of collectives, and what they are asked for are
+the same. A search is for all distinct layers of the model, one recipe each, so a stage of any of them costs the sum of
+what its layers do (equal layers are searched once, and counted as often as they occur).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.errors import PlanError
+from pipefit.layout import IDENTITY, Form, gathered
+from pipefit.plan.build import Workbench
+from pipefit.plan.groups.layouts import Devices
+from pipefit.plan.searched import setting_of
+from pipefit.plan.types import Job
+from pipefit.shard.chain import Chains
+from pipefit.shard.synthesize import Synthesized, leanest
+
+STREAMS: tuple[Form, ...] = (IDENTITY, gathered(0), gathered(1), gathered(2))
+"""Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features."""
+
+SIZES = (4096.0, 2.0**20, 2.0**28)
+"""Bytes at which collectives are compared to tell whether groups are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A lane's groups, and what they are to do."""
+
+    lane: tuple[Devices, ...]
+    rows: int
+    "Of a microbatch on each group."
+    microbatches: int
+    part: float
+    "Of all layers that the lane will hold, about."
+    tied_whole: bool
+    "Whether other lanes may use parameters that this one uses."
+
+
+@dataclass(slots=True)
+class _Known:
+    chains: Chains
+    best: Synthesized | None
+    forms: dict[Form, Synthesized | None] = field(default_factory=dict)
+
+
+class Oracle:
+    """The programs of groups."""
+
+    def __init__(self, bench: Workbench, job: Job, shares: tuple[int, ...] = ()) -> None:
+        """`shares` are those of every group, if they are given."""
+        self.bench, self.job, self.shares = bench, job, shares
+        self._known: dict[object, _Known] = {}
+
+    @property
+    def searched(self) -> int:
+        """How many groups that differ were searched for."""
+        return len(self._known)
+
+    def known(self, ask: Ask) -> bool:
+        """Whether the answer is there already."""
+        return self._key(ask) in self._known
+
+    def best(self, ask: Ask) -> Synthesized | None:
+        """The cheapest programs and shares of all layers; None where there are none."""
+        return self._answer(ask).best
+
+    def forms(self, ask: Ask) -> Mapping[Form, Synthesized]:
+        """The cheapest programs with the best shares for every form of the hidden state between layers."""
+        answer = self._answer(ask)
+        if answer.best is None:
+            return {}
+        for form in STREAMS:
+            if form not in answer.forms:
+                answer.chains.streams = (form,)
+                answer.forms[form] = self._leanest(answer.chains, answer.best.shares)
+                answer.chains.streams = ()
+        return {form: found for form, found in answer.forms.items() if found is not None}
+
+    def _answer(self, ask: Ask) -> _Known:
+        key = self._key(ask)
+        if key not in self._known:
+            bench, job = self.bench, self.job
+            setting = setting_of(
+                bench.model,
+                bench.network,
+                bench.layers,
+                devices=ask.lane[0],
+                rows=ask.rows,
+                tokens=job.sequence,
+                precision=job.precision,
+                microbatches=ask.microbatches,
+                lanes=_lanes(ask),
+                beside=ask.lane[1:],
+            )
+            chains = Chains(bench.model, setting, tied_whole=ask.tied_whole)
+            alike = len(setting.distinct) == 1
+            shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
+            self._known[key] = _Known(chains, self._leanest(chains, shares))
+        return self._known[key]
+
+    def _leanest(self, chains: Chains, shares: tuple[int, ...]) -> Synthesized | None:
+        try:
+            return leanest(chains, self.bench.module.layers, shares)
+        except PlanError:
+            return None
+
+    def _key(self, ask: Ask) -> object:
+        network = self.bench.network
+        kinds = tuple(network.kinds[device].name for device in ask.lane[0])
+        prices = tuple(
+            price(network, ask.lane, size) for price in (all_gather_s, reduce_scatter_s, all_reduce_s) for size in SIZES
+        )
+        return kinds, prices, ask.rows, ask.microbatches, _lanes(ask), ask.tied_whole
+
+
+def _lanes(ask: Ask) -> int:
+    return max(1, ceil(1 / ask.part - 1e-6))

@@ -1,0 +1,319 @@
+"""Plans whose stages are held by groups of devices: looked for after the rest of the search, and kept where faster.
+
+Every layout of groups (`layouts.py`) has a floor for each number of microbatches (`floors.py`); what cannot beat the
+best plan that is known is not looked at again. For the most promising ones the programs are searched (`oracle.py`):
+their costs raise the floors. Then, by what 1F1B would take, the forms of the hidden state between groups are chosen
+(`forms.py`), the layers cut and the step simulated as all candidates are; the best ones get the orders of the other
+families, and fitted ones. How much is looked at is counted, so the plan is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipefit.cost.memory import COMPUTE_BYTES
+from pipefit.errors import PipefitError, PlanError
+from pipefit.layout import Form
+from pipefit.model.graph import size_value
+from pipefit.plan.build import Workbench
+from pipefit.plan.candidates import Candidate
+from pipefit.plan.check_slices import document_obstacles
+from pipefit.plan.decisions import Decisions, check_decisions
+from pipefit.plan.fitting import FIT, HOPE, choices, fit_layout, tables_of
+from pipefit.plan.groups.floors import GroupFloors, step_floor_s, step_guess_s
+from pipefit.plan.groups.forms import Held, alone, cheapest_forms
+from pipefit.plan.groups.layouts import Layout, layouts
+from pipefit.plan.groups.oracle import Ask, Oracle
+from pipefit.plan.outcome import Evaluated, Found
+from pipefit.plan.search import TIE, _Search
+from pipefit.plan.space import RECOMPUTE
+from pipefit.plan.types import Job, Recompute
+from pipefit.schedule.families import FAMILIES
+from pipefit.shard.synthesize import Synthesized
+from pipefit.units import format_seconds
+
+HOPES = 256
+"""Layouts, each with a number of microbatches, that are considered further by their floors."""
+
+PROGRAMS = 24
+"""Groups that differ, or are asked for different things, whose programs are searched."""
+
+LOOKS = 12
+"""Layouts that are cut and simulated."""
+
+ACTIONS = 6_000
+"""Actions of all that is simulated after the first."""
+
+BEST = 2
+"""Layouts that get the orders of other families and fitted ones."""
+
+UNFIT_PINS = ("placement", "cuts", "inner")
+"""With one of these pinned groups are not looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What looking for groups came to."""
+
+    found: Found
+    note: str
+    "In words, for the plan; '' where nothing was looked for."
+
+
+@dataclass(frozen=True, slots=True)
+class _Hope:
+    """A layout that may win."""
+
+    step_s: float
+    "A floor, then a guess."
+    layout: Layout
+    microbatches: int
+
+
+def with_groups(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Grouping:
+    """What was found, and the plans with groups that beat it."""
+    if not _applies(bench, job, pins):
+        return Grouping(found, "")
+    looker = _Looker(bench, job, pins, found)
+    made = looker.run()
+    best = found.fitting[0].step_s if found.fitting else float("inf")
+    fitting = sorted((*found.fitting, *made), key=lambda one: one.rank)
+    counted = f"groups: {looker.looked} layouts, programs searched for {looker.oracle.searched} groups"
+    counted += f", {looker.simulated} simulated"
+    if made and made[0].step_s < best * (1 - TIE):
+        gain = f"{1 - made[0].step_s / best:.1%} less than without ({format_seconds(best)})" if found.fitting else ""
+        note = f"{counted}; {gain or 'nothing fits without'}"
+    else:
+        note = f"{counted}, none of them faster"
+    return Grouping(replace(found, fitting=tuple(fitting)) if made else found, note)
+
+
+def _applies(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
+    """Whether the pins leave room for groups, and the cluster has any."""
+    if bench.network.devices < 2 or any(key in pins for key in UNFIT_PINS) or pins.get("slices", 1) != 1:
+        return False
+    if pins.get("mapping", "search") not in ("search", "hostname"):
+        return False
+    if len(pins.get("shards", (1, 1))) < 2 or pins.get("sharding", "searched") != "searched":
+        return False
+    return not (job.documents == "apart" and any(document_obstacles(bench.model, "--documents")))
+
+
+class _Looker:
+    def __init__(self, bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> None:
+        self.bench, self.job, self.pins = bench, job, pins
+        self.best_s = found.fitting[0].step_s if found.fitting else float("inf")
+        self.floors = GroupFloors(bench, job)
+        self.oracle = Oracle(bench, job, pins.get("shards", ()))
+        self.searcher = _Search(bench, job, pins, 1, None)
+        self.looked = 0
+        self.spent = 0
+        self.tied = _tied(bench)
+        self.divisors = [count for count in range(1, job.batch + 1) if job.batch % count == 0]
+
+    @property
+    def simulated(self) -> int:
+        return self.searcher.simulated
+
+    def run(self) -> list[Evaluated]:
+        """The plans that were found, the fastest first; those that are no faster than what was known among them."""
+        hopes = sorted(self.hopes(), key=lambda hope: hope.step_s)
+        guessed = sorted(self.searched(hopes), key=lambda hope: hope.step_s)
+        made: list[Evaluated] = []
+        for hope in guessed[:LOOKS]:
+            if made and self.spent > ACTIONS:
+                break
+            if hope.step_s > self.best_s * (1 + HOPE):
+                break
+            made += self.look(hope)
+            self.best_s = min((self.best_s, *(one.step_s for one in made)))
+        made.sort(key=lambda one: one.rank)
+        others = [other for one in made[:BEST] for other in self.other_orders(one)]
+        return sorted((*made, *others), key=lambda one: one.rank)
+
+    def hopes(self) -> Iterator[_Hope]:
+        """Layouts and numbers of microbatches whose floor lies below the best plan that is known."""
+        layers = len(self.bench.module.layers)
+        way: Recompute = self.pins["recompute"][0] if "recompute" in self.pins else "none"
+        zero1 = self.pins.get("zero1", True)
+        for layout in layouts(self.bench.network, self.job.batch, layers, self.pins.get("devices")):
+            if not self.obeys(layout) or not self.floors.has_room(layout, zero1):
+                continue
+            self.looked += 1
+            for count in self.counts(layout):
+                rows = self.job.batch // count // layout.replicas
+                lane_s = self.floors.lane_s(layout, rows, count, way)
+                floor_s = step_floor_s(lane_s, len(layout.lanes), count)
+                if floor_s < self.best_s * (1 - TIE):
+                    yield _Hope(floor_s, layout, count)
+
+    def obeys(self, layout: Layout) -> bool:
+        """Whether the layout is what is pinned."""
+        replicas, stages = self.pins.get("replicas"), self.pins.get("stages")
+        if replicas is not None and (len(replicas) != layout.replicas or len({*replicas}) > 1):
+            return False
+        if "shards" in self.pins and any(len(lane[0]) != len(self.pins["shards"]) for lane in layout.lanes):
+            return False
+        return stages is None or stages == len(layout.lanes)
+
+    def counts(self, layout: Layout) -> list[int]:
+        """Numbers of microbatches with as many rows on every replica."""
+        pinned = self.pins.get("microbatches")
+        each = [pinned] if pinned else self.divisors
+        return [count for count in each if self.job.batch % (count * layout.replicas) == 0]
+
+    def searched(self, hopes: Sequence[_Hope]) -> Iterator[_Hope]:
+        """Those that may still win when their programs are known, with what 1F1B would take; the most promising ones,
+        until enough programs were searched."""
+        for hope in hopes[:HOPES]:
+            asks = self.asks(hope)
+            new = sum(not self.oracle.known(ask) for ask in asks if ask is not None)
+            if self.oracle.searched + new > PROGRAMS:
+                continue
+            rows = self.job.batch // hope.microbatches // hope.layout.replicas
+            rates = []
+            for lane, ask in zip(hope.layout.lanes, asks, strict=True):
+                best = self.oracle.best(ask) if ask is not None else None
+                cost_s = self.floors.group_s(lane, rows, hope.microbatches) if ask is None else float("inf")
+                rates.append(1 / (best.cost_s if best is not None else cost_s))
+            if not all(rates):
+                continue
+            lane_s, lanes = 1 / sum(rates), len(rates)
+            if step_floor_s(lane_s, lanes, hope.microbatches) < self.best_s * (1 - TIE):
+                yield replace(hope, step_s=step_guess_s(lane_s, lanes, hope.microbatches))
+
+    def asks(self, hope: _Hope) -> list[Ask | None]:
+        """What is asked for every lane; None for devices alone."""
+        layout, count = hope.layout, hope.microbatches
+        rows = self.job.batch // count // layout.replicas
+        rates = [1 / self.floors.group_s(lane, rows, count) for lane in layout.lanes]
+        return [
+            Ask(
+                lane=lane,
+                rows=rows,
+                microbatches=count,
+                part=rate / sum(rates),
+                tied_whole=self.tied and len(rates) > 1,
+            )
+            if len(lane[0]) > 1
+            else None
+            for lane, rate in zip(layout.lanes, rates, strict=True)
+        ]
+
+    def look(self, hope: _Hope) -> list[Evaluated]:
+        """Cut and simulate a layout; with more recomputation or split optimizer state until it fits."""
+        for recompute, zero1 in self.leaner(hope.layout):
+            decisions = self.decisions(hope, recompute, zero1)
+            if decisions is None:
+                return []
+            known = {id(one) for one in self.searcher.fitting}
+            self.spent += 3 * decisions.stage_count * decisions.microbatches
+            candidate = Candidate(decisions)
+            again: float | None = 0.0
+            while again is not None and again < self.best_s * (1 + HOPE):
+                again = self.searcher.look_closer(candidate, again)
+            new = [one for one in self.searcher.fitting if id(one) not in known]
+            if new or again is not None:
+                return new
+        return []
+
+    def leaner(self, layout: Layout) -> Iterator[tuple[tuple[Recompute, ...], bool]]:
+        """Ways of recomputing and ZeRO-1, the fastest first."""
+        ways = [self.pins["recompute"]] if "recompute" in self.pins else RECOMPUTE
+        zeros = [self.pins["zero1"]] if "zero1" in self.pins else [False, True][: 1 + (layout.replicas > 1)]
+        for way in ways:
+            if len(way) in (1, len(layout.lanes)):
+                yield from ((way, zero1) for zero1 in zeros)
+
+    def decisions(self, hope: _Hope, recompute: tuple[Recompute, ...], zero1: bool) -> Decisions | None:
+        """The choices that a layout stands for, its programs with the forms that go together best; None where there are
+        none."""
+        layout, count = hope.layout, hope.microbatches
+        rows = self.job.batch // count // layout.replicas
+        held: list[Held] = []
+        sets: list[Mapping[Form, Synthesized]] = []
+        for lane, ask in zip(layout.lanes, self.asks(hope), strict=True):
+            if ask is None:
+                held.append(alone(lane[0][0], self.floors.group_s(lane, rows, count)))
+                sets.append({})
+                continue
+            forms = self.oracle.forms(ask)
+            if not forms:
+                return None
+            shares = next(iter(forms.values())).shares
+            costs = {form: one.cost_s * ask.part for form, one in forms.items()}
+            held.append(Held(devices=lane[0], shares=shares, cost_s=costs))
+            sets.append(forms)
+        placement = tuple(range(len(layout.lanes)))
+        width = COMPUTE_BYTES[self.job.precision]
+        chosen = cheapest_forms(self.bench.network, held, placement, self.shape(rows), width)
+        if chosen is None:
+            return None
+        layers = self.bench.module.layers
+        recipes = [
+            self.bench.programs.add(
+                {layer.graph: link.recipe.text for layer, link in zip(layers, forms[form].links, strict=True)}
+            )
+            if forms
+            else ""
+            for forms, form in zip(sets, chosen, strict=True)
+        ]
+        shards = tuple(one.shares for one in held)
+        decisions = Decisions(
+            stages=len(layout.lanes),
+            replicas=(1,) * layout.replicas,
+            shards=max(shards, key=len),
+            sharding="searched",
+            lane_shards=shards,
+            recipes=tuple(recipes),
+            microbatches=count,
+            schedule=self.schedule(len(layout.lanes), count),
+            recompute=recompute,
+            zero1=zero1,
+            devices=layout.devices,
+        )
+        return decisions if self.valid(decisions) else None
+
+    def schedule(self, lanes: int, count: int) -> str:
+        pinned = self.pins.get("schedule", "1f1b")
+        return "1f1b" if pinned == FIT else str(pinned)
+
+    def valid(self, decisions: Decisions) -> bool:
+        """Whether the job and the schedule allow it."""
+        placement = FAMILIES[decisions.schedule].placement(decisions.lanes)
+        if placement != decisions.lane_of_stage or decisions.units < FAMILIES[decisions.schedule].least_units(
+            decisions.lanes
+        ):
+            return False
+        try:
+            check_decisions(decisions, self.job, len(self.bench.module.layers), self.bench.network.devices)
+        except PlanError:
+            return False
+        return True
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The hidden state of a microbatch on one replica: what the layer in the middle hands on."""
+        layers = self.bench.module.layers
+        graph = self.bench.model.layer_graph(layers[len(layers) // 2])
+        symbols = {"B": rows, "T": self.job.sequence}
+        return tuple(size_value(size, symbols) for size in graph.tensor(graph.outputs[0]).shape)
+
+    def other_orders(self, one: Evaluated) -> Iterator[Evaluated]:
+        """The layout of a plan with an order fitted to its memory, where that is faster."""
+        if one.decisions.lanes == 1 or self.pins.get("schedule", FIT) != FIT:
+            return
+        recomputes = choices(self.pins, one.decisions)
+        try:
+            fitted = fit_layout(self.bench, tables_of(self.bench, self.job, one.decisions, recomputes))
+        except PipefitError:
+            return
+        if fitted is not None and fitted.step_s < one.step_s * (1 - TIE):
+            yield fitted
+
+
+def _tied(bench: Workbench) -> bool:
+    """Whether layers share parameters."""
+    names = [name for layer in bench.module.layers for name in layer.parameters.values()]
+    return len({*names}) < len(names)

@@ -1,0 +1,181 @@
+"""Groups of devices as stages, found by the planner itself: which cluster calls for which, floors, pins, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_toys import block_graph, toy_cluster, toy_model
+
+from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.codec import dump_text, load_text
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.network import Network
+from pipefit.layout import IDENTITY, gathered
+from pipefit.plan.build import Workbench
+from pipefit.plan.check import check_fresh, check_plan
+from pipefit.plan.explain import explain_text
+from pipefit.plan.groups.forms import Held, alone, cheapest_forms, pass_s
+from pipefit.plan.groups.layouts import layouts
+from pipefit.plan.groups.search import _Looker
+from pipefit.plan.make import make_plan
+from pipefit.plan.outcome import Found
+from pipefit.plan.pins import parse_pins
+from pipefit.plan.predict import simulate_plan
+from pipefit.plan.types import Job, Plan
+
+JOB = Job(batch=2, sequence=48, precision="float32")
+NOTHING = Found(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
+
+
+def cluster_of(hosts: list[tuple[str, int]], between: float, memory_bytes: float = 1 << 30) -> Cluster:
+    """Hosts of fast and slow devices, 3:1, fast links inside and a network of `between` bytes/s."""
+
+    def kind(name: str, rate: float) -> DeviceKind:
+        peaks = dict.fromkeys(("float64", "float32", "bfloat16"), rate)
+        return DeviceKind(
+            name=name, memory_bytes=int(memory_bytes), peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=rate
+        )
+
+    count = len(hosts)
+    rates = tuple(tuple(between if a != b else 0.0 for b in range(count)) for a in range(count))
+    return Cluster(
+        name="unlike",
+        kinds={"fast": kind("fast", 3e6), "slow": kind("slow", 1e6)},
+        links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=6e7)},
+        hosts=tuple(Host(name=f"host{h}", kind=k, devices=n, link="inside") for h, (k, n) in enumerate(hosts)),
+        rails=(Rail(name="network", latency_s=((0.0,) * count,) * count, bandwidth_bytes_per_s=rates),),
+        provenance=Provenance(source="assumed", where="a test"),
+    )
+
+
+def shares_of(plan: Plan) -> list[tuple[int, ...]]:
+    return [group.group().axis("shard").shares for group in plan.groups]
+
+
+def note_of(plan: Plan) -> str:
+    assert plan.prediction is not None
+    return next(note for note in plan.prediction.assumptions if note.startswith("groups: "))
+
+
+def test_one_group_of_unlike_devices_where_links_bear_it() -> None:
+    """Two layers that count, and two rows: no pipeline and no replicas divide them like one fast and three slow
+    devices, 3:1:1:1."""
+    model, cluster = toy_model(1), cluster_of([("fast", 1), ("slow", 3)], 1e6)
+    plan = make_plan(model, cluster, JOB)
+    assert shares_of(plan) == [(3, 1, 1, 1)]
+    assert plan.stages[0].sharding == "searched"
+    assert plan.recipes and all(key.startswith(f"{plan.stages[0].recipes}/") for key in plan.recipes)
+    assert "less than without" in note_of(plan)
+    assert "searched" in explain_text(plan) and "shards (3:1:1:1)" in explain_text(plan)
+    check_plan(plan)
+    check_fresh(plan, model, cluster)
+    assert load_text(Plan, dump_text(plan), "plan") == plan
+    assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_a_pipeline_of_groups_of_different_sizes_where_the_network_is_slow() -> None:
+    """The same devices, and a network that a group over both hosts would wait for: a stage on the fast device, and one
+    on the three slow ones."""
+    model, cluster = toy_model(3), cluster_of([("fast", 1), ("slow", 3)], 5e4)
+    plan = make_plan(model, cluster, JOB)
+    assert sorted(map(len, shares_of(plan))) == [1, 3]
+    assert [stage.sharding == "searched" for stage in plan.stages] == [len(one) > 1 for one in shares_of(plan)]
+    grouped = next(group for group in plan.groups if len(group.devices) == 3)
+    assert grouped.devices == (1, 2, 3)
+    check_plan(plan)
+    check_fresh(plan, model, cluster)
+    without = make_plan(model, cluster, JOB, parse_pins(["shards=1"]))
+    assert plan.prediction.step_s < 0.95 * without.prediction.step_s
+    whole = make_plan(model, cluster, JOB, parse_pins(["stages=1", "replicas=1"]))
+    assert plan.prediction.step_s < 0.95 * whole.prediction.step_s
+
+
+def test_groups_hold_what_no_device_holds_alone() -> None:
+    """The block's parameters, gradients and state are more than one device has, and are one layer: nothing fits without
+    splitting it."""
+    model = toy_model(1)
+    model = replace(model, graphs={**model.graphs, "block": block_graph(128)})
+    block = 2 * 8 * 128 * 16
+    cluster = cluster_of([("fast", 4)], 1e6, WORKSPACE_BYTES + 0.9 * block)
+    job = replace(JOB, sequence=4)
+    plan = make_plan(model, cluster, job)
+    assert max(map(len, shares_of(plan))) > 1
+    assert "nothing fits without" in note_of(plan)
+
+
+def test_no_plan_is_faster_than_its_floor() -> None:
+    for hosts, between in (([("fast", 1), ("slow", 3)], 1e6), ([("fast", 2), ("slow", 2)], 1e5)):
+        bench = Workbench(toy_model(2), cluster_of(hosts, between))
+        looker = _Looker(bench, JOB, {}, NOTHING)
+        floors = {
+            (hope.layout.devices, tuple(len(lane[0]) for lane in hope.layout.lanes), hope.microbatches): hope.step_s
+            for hope in looker.hopes()
+        }
+        made = looker.run()
+        assert len(made) > 1
+        for one in made:
+            chosen = one.decisions
+            sizes = tuple(map(len, chosen.lane_shards))
+            assert one.step_s >= floors[chosen.devices, sizes, chosen.microbatches] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fixes", "tried"),
+    [
+        (["shards=1"], False),
+        (["shards=2", "sharding=megatron"], False),
+        (["slices=2"], False),
+        (["replicas=1", "stages=1", "shards=4"], True),
+        (["recompute=full", "microbatches=2"], True),
+    ],
+)
+def test_pins_are_kept(fixes: list[str], tried: bool) -> None:
+    cluster = cluster_of([("fast", 1), ("slow", 3)], 1e6)
+    plan = make_plan(toy_model(1), cluster, replace(JOB, sequence=512), parse_pins(fixes))
+    words = dict(fix.split("=") for fix in fixes)
+    for key, value in words.items():
+        if key in ("stages", "microbatches", "recompute", "sharding"):
+            assert plan.decisions[key] == value
+    if "shards" in words:
+        assert {len(shares) for shares in shares_of(plan)} == {int(words["shards"])}
+        assert len({share for shares in shares_of(plan) for share in shares}) == 1, "a count means even shares"
+    assert any(note.startswith("groups: ") for note in plan.prediction.assumptions) == tried
+
+
+def test_layouts_are_there_once_and_hold_a_device_once() -> None:
+    for network in (Network(toy_cluster(2, 4)), Network(toy_cluster(4, 8))):
+        found = list(layouts(network, 16, 6))
+        assert len({frozenset(one.lanes) for one in found}) == len(found) > 20
+        for one in found:
+            assert len({*one.devices}) == len(one.devices) and one.is_grouped
+            assert {len(lane) for lane in one.lanes} == {one.replicas}
+            assert all(list(group) == sorted(group) for lane in one.lanes for group in lane)
+    sizes = {tuple(len(lane[0]) for lane in one.lanes) for one in layouts(Network(toy_cluster(2, 2)), 16, 6)}
+    assert {(4,), (1, 3), (3, 1), (2, 2), (1, 1, 2)} <= sizes
+
+
+def test_forms_between_groups_cost_what_they_move() -> None:
+    """A tensor of 4 rows x 8 tokens x 2 numbers of 4 bytes; 10 bytes/s between any two devices, one port each."""
+    network = Network(toy_cluster(1, 4))
+    rows, tokens = gathered(0), gathered(1)
+    two = Held(devices=(0, 1), shares=(1, 1), cost_s={IDENTITY: 1.0, rows: 1.0, tokens: 1.0})
+    other = Held(devices=(2, 3), shares=(3, 1), cost_s={IDENTITY: 1.0, rows: 1.0, tokens: 1.0})
+
+    def seconds(size: float) -> float:
+        return network.transfer([(0, 2, size)]).whole_s
+
+    shape, all_bytes = (4, 8, 2), 4 * 8 * 2 * 4.0
+    assert pass_s(network, (two, rows), (other, IDENTITY), shape, 4) is None, "nobody adds the partial sums up"
+    assert pass_s(network, (alone(0, 1.0), IDENTITY), (other, IDENTITY), shape, 4) is None
+    whole = pass_s(network, (two, IDENTITY), (other, IDENTITY), shape, 4)
+    assert whole == pytest.approx(2 * seconds(all_bytes)), "each sends all of it, and all of its partial gradient"
+    split_ = pass_s(network, (two, tokens), (other, tokens), shape, 4)
+    assert split_ == pytest.approx(seconds(all_bytes / 2) + seconds(all_bytes * 3 / 4)), "the busiest sends its share"
+    back = pass_s(network, (two, IDENTITY), (alone(2, 1.0), IDENTITY), shape, 4)
+    assert back == pytest.approx(2 * seconds(all_bytes)), "one sends it, and gets all of the gradient"
+    chosen = cheapest_forms(network, [two, other], (0, 1), shape, 4)
+    assert chosen is not None and chosen[0] == chosen[1] != IDENTITY
+    dear = replace(other, cost_s={IDENTITY: 1.0, rows: 1e9, tokens: 1e9})
+    assert cheapest_forms(network, [two, dear], (0, 1), shape, 4) == (IDENTITY, IDENTITY)
+    assert cheapest_forms(network, [alone(0, 1.0), replace(dear, cost_s={IDENTITY: 1.0})], (0, 1), shape, 4) is None
