@@ -24,7 +24,8 @@ from pipefit.plan.slice_notes import slice_note
 from pipefit.plan.slice_search import sliced_again
 from pipefit.plan.sliced_bounds import sliced_bound_s, sliced_flights
 from pipefit.plan.slices import Slicer
-from pipefit.plan.space import panels, space
+from pipefit.plan.slicing.terapipe import best_slicing
+from pipefit.plan.space import check_space, panels, space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.lower import lower
@@ -269,6 +270,8 @@ def test_a_plan_without_slices_says_why() -> None:
     assert note_of(LONG, {"slices": 1, "stages": 2}) == "slices: not used: fixed so"
     short = note_of(replace(LONG, sequence=64), {"stages": 2, "schedule": "1f1b"})
     assert "sequences of 64 tokens and what every slice costs anew, no plan with slices promised to be faster" in short
+    single = note_of(replace(LONG, batch=1, sequence=64), {"stages": 2, "schedule": "1f1b"})
+    assert "with 1 microbatch on 2 lanes" in single
     assert "one lane has nothing to fill" in note_of(LONG, {"stages": 1, "schedule": "1f1b"})
 
 
@@ -294,3 +297,29 @@ def test_the_slices_of_the_best_plan_are_searched_once_more() -> None:
     assert len(sliced_again(bench, LONG, three, search(bench, LONG, three)).fitting[0].decisions.slices) == 3
     given = search(bench, LONG, {**pins, "slices": (40960, 24576)})
     assert sliced_again(bench, LONG, {**pins, "slices": (40960, 24576)}, given) is given
+
+
+def test_a_best_plan_without_slices_gets_those_of_terapipes_program() -> None:
+    """In a schedule that fits, faster than the program itself, which runs all forwards first."""
+    bench = Workbench(toy_model(3), slow(3))
+    pins: dict[str, object] = {"slice_multiple": 1024, "stages": 3, "zero1": False, "recompute": ("none",)}
+    whole = search(bench, LONG, {**pins, "slices": 1})
+    again = sliced_again(bench, LONG, pins, whole)
+    best = again.fitting[0]
+    assert best.decisions.slices and best.simulation.fits and again.fitting[1:] == whole.fitting
+    assert again.simulated > whole.simulated
+    made, layout = Slicer(bench.cutter, LONG, pins), replace(best.decisions, microbatches=2)
+    curve = made.curve(made.slowest(layout))
+    program = best_slicing(LONG.sequence, 3, lambda own, past: curve(own, past) / 3, multiple=1024, sequences=2)
+    theirs = replace(layout, schedule="gpipe", slices=program.slices)
+    assert len(program.slices) > 2
+    assert best.step_s <= evaluate(bench, theirs, bench.parts(LONG, theirs)).step_s
+    assert sliced_again(bench, LONG, {**pins, "slices": 1}, whole) is whole
+
+
+def test_a_sequence_that_is_too_short_for_its_shards_is_no_fault_of_slices() -> None:
+    pins = {"shards": (5, 1), "sharding": "megatron-sp"}
+    with pytest.raises(PlanError, match=r"sequence is shorter than its shards need[\s\S]*where: --seq and shards"):
+        check_space(replace(LONG, sequence=2), 5, 8, pins)
+    with pytest.raises(PlanError, match=r"adds? up to the sequence[\s\S]*where: --fix slices"):
+        check_space(LONG, 5, 8, {"slices": (1, 2)})
