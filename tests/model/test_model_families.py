@@ -7,26 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from in_float64 import AllInFloat64
 from variants import VARIANTS
 
 from pipefit.model.registry import build_layers, describe
 from pipefit.model.weights import WeightFiles, layer_tensors, load_layers, save_weights
 
 ROWS, TOKENS = 3, 13
-
-
-class AllInFloat64(TorchFunctionMode):
-    """transformers casts to float32 at places; this makes every such cast one to float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widen(item: Any) -> Any:
-            return torch.float64 if item is torch.float32 else item
-
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(widen(item) for item in args)
-        return func(*args, **{key: widen(item) for key, item in (kwargs or {}).items()})
 
 
 def their_model(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:

@@ -76,18 +76,19 @@ def _one_more(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Sha
     return (labels,), (*labels, None)
 
 
-_POINTWISE = (
-    "abs add addcmul atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos cosh detach div elu eq erf "
-    "erfc exp expm1 floor floor_divide fmod full_like ge gt hardsigmoid hardswish hardtanh isinf isnan le leaky_relu "
-    "lerp log log10 log1p log2 logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mish mul ne "
-    "new_full neg ones_like pow reciprocal relu remainder relu6 round rsqrt rsub selu sigmoid sign silu sin sinh "
-    "softplus sqrt square sub tan tanh threshold to trunc type_as where xlogy zeros_like log_sigmoid"
-).split()
+_POINTWISE = """
+    abs add addcmul atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos cosh detach div elu
+    eq erf erfc exp expm1 floor floor_divide fmod full_like ge gt hardsigmoid hardswish hardtanh isinf isnan le
+    leaky_relu lerp log log10 log1p log2 log_sigmoid logical_and logical_not logical_or logical_xor lt masked_fill
+    maximum minimum mish mul ne neg new_full ones_like pow reciprocal relu relu6 remainder round rsqrt rsub selu
+    sigmoid sign silu sin sinh softplus sqrt square sub tan tanh threshold to trunc type_as where xlogy zeros_like
+"""
 
 _TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]] = {
-    **{f"aten.{name}": _pointwise for name in _POINTWISE},
+    **{f"aten.{name}": _pointwise for name in _POINTWISE.split()},
     **{f"aten.{name}": _along(1) for name in ("cumsum", "cumprod", "log_softmax", "logsumexp", "amax", "amin", "mean",
-                                              "prod", "flip", "argmax", "argmin", "any", "all", "var", "std", "max", "min")},
+                                              "prod", "flip", "argmax", "argmin", "any", "all", "var", "std",
+                                              "max", "min")},
     "aten.sort": _along(1, -1),
     "aten.topk": _along(2, -1),
     "aten.one_hot": _one_more,

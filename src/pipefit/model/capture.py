@@ -210,7 +210,10 @@ def _export_reason(error: Exception, layer: nn.Module) -> str:
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
     lines = [line for line in lines if "TORCH_LOGS" not in line] or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if "/torch/" not in f.filename and f.filename not in (__file__, "<string>")]
+    outside = [f for f in frames if "/torch/" not in f.filename and "/pipefit/model/" not in f.filename]
+    outside = [f for f in outside if f.filename not in ("<string>", "<frozen importlib._bootstrap>")]
+    if "specialized it to be a constant" in lines[0]:
+        lines[0] = "it works for one number of rows only: somewhere rows become a plain number, as len(x) makes them"
     user = re.search(r'File "([^"]+)", line (\d+)', str(error))
     if outside:
         file, line = outside[-1].filename, str(outside[-1].lineno)
@@ -327,20 +330,27 @@ def _fold(emitter: Emitter, node: Any) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
         return False
-    if any(source not in emitter.constants for source in node.all_input_nodes) or value.numel() > 65536:
+    if any(source not in emitter.constants for source in node.all_input_nodes) or value.numel() > emitter.largest:
         return False
     if "rand" in str(node.target) or "dropout" in str(node.target):
         return False
 
     def known(item: Any) -> Any:
         if isinstance(item, torch.fx.Node):
-            return emitter.constants[item].clone()
+            return _precise(emitter.constants[item]) if emitter.whole else emitter.constants[item].clone()
+        if emitter.whole and isinstance(item, torch.dtype) and item.is_floating_point:
+            return torch.float64  # no number is rounded to the types of the export
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     arguments = torch.fx.node.map_aggregate(node.args, known)
     keywords = torch.fx.node.map_aggregate(dict(node.kwargs), known)
     emitter.constants[node] = node.target(*arguments, **keywords)
     return True
+
+
+def _precise(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy, in float64 where it is no integers."""
+    return numbers.double() if numbers.is_floating_point() else numbers.clone()
 
 
 def _suspects(layer: nn.Module) -> list[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.model import convert_compute, convert_shape
+from pipefit.model import convert_any, convert_compute, convert_shape
 from pipefit.model.convert_emitter import CONVERTERS, Emitter, Unconvertible, is_number, line_of
 
 __all__ = ["Emitter", "Unconvertible", "convert"]
@@ -28,15 +28,26 @@ def convert(emitter: Emitter, node: Any, layer: str) -> None:
     """Append the operators of one exported `call_function` node."""
     target = str(node.target)
     base = ".".join(target.split(".")[:2])
-    if base in _IGNORED or "val" not in node.meta:
+    if base in _IGNORED or ("val" not in node.meta and not emitter.whole):
         return
-    if is_number(node.meta["val"]):
+    if "val" in node.meta and is_number(node.meta["val"]):
         return  # arithmetic on sizes: read from the shapes of its users
     if target == "<built-in function getitem>":
         source, index = node.args
+        if source in emitter.inner:
+            emitter.stand_for(node, emitter.inner[source][index])
+            return
         emitter.names[node] = emitter.parts[source][index]
         return
     emitter.source = _source(node) or layer
+    if emitter.whole:
+        convert_any.convert_any(emitter, node, base, convert_known)
+    else:
+        convert_known(emitter, node, base)
+
+
+def convert_known(emitter: Emitter, node: Any, base: str) -> None:
+    """A node whose function (`base`) has a converter. Raises Unconvertible where it has none."""
     arguments = list(node.args)
     if base in convert_shape.SPLITTERS:
         emitter.parts[node] = convert_shape.SPLITTERS[base](emitter, node, arguments, node.kwargs)
@@ -44,7 +55,8 @@ def convert(emitter: Emitter, node: Any, layer: str) -> None:
         emitter.names[node] = CONVERTERS[base](emitter, node, arguments, node.kwargs)
     else:
         hint = " (it works in place)" if base.endswith("_") else ""
-        raise Unconvertible(f"there is no operator for {target.removeprefix('aten.')}{hint}{line_of(node)}")
+        target = str(node.target).removeprefix("aten.")
+        raise Unconvertible(f"there is no operator for {target}{hint}{line_of(node)}")
 
 
 def _source(node: Any) -> str:

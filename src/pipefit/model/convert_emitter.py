@@ -7,6 +7,9 @@ from typing import Any
 
 from pipefit.model.graph import Operator, Shape, Size, Tensor, multiply_sizes
 
+LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
+"""Numbers of a constant that a graph may hold: one of a layer, one of a whole model."""
+
 
 class Unconvertible(Exception):
     """Why a layer cannot be expressed in our operators, and where."""
@@ -15,11 +18,21 @@ class Unconvertible(Exception):
 class Emitter:
     """Collects operators. `names` maps exported nodes to values; an absent node has no value of ours."""
 
-    def __init__(self, symbols: Mapping[str, str], compute_dtype: str, prefix: str) -> None:
+    def __init__(self, symbols: Mapping[str, str], compute_dtype: str, prefix: str, whole: bool = False) -> None:
         self.symbols = symbols
         "Symbols of the export -> ours, for example s77 -> B."
+        self.whole = whole
+        "A whole model with tokens of one number: what has no converter is called as it is (`convert_any.py`)."
+        self.unknown: dict[str, str] = {}
+        "Functions that are called as they are and cannot be split -> where the first of them stands."
+        self.means: set[str] = set()
+        "Values that are sums here and means in the model: losses."
+        self.inner: dict[Any, Sequence[Any]] = {}
+        "Nodes that stand for a graph inside: the nodes of its results."
         self.compute_dtype = compute_dtype
         self.tensors: dict[str, Tensor] = {}
+        self.given: dict[str, Shape] = {}
+        "Shapes of inputs and parameters."
         self.operators: list[Operator] = []
         self.names: dict[Any, str] = {}
         self.parts: dict[Any, list[str]] = {}
@@ -27,6 +40,7 @@ class Emitter:
         self.constants: dict[Any, Any] = {}
         "Nodes with known numbers (torch tensors), not yet in the graph."
         self.dropouts = 0
+        self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
         self.source = prefix
 
     def value(self, node: Any) -> str:
@@ -40,12 +54,28 @@ class Emitter:
             return self.names[node]
         raise Unconvertible(f"the value of {node} is not a tensor that a layer can hand on")
 
+    def stand_for(self, node: Any, other: Any) -> None:
+        """Let `node` have the value of the node `other`."""
+        if other in self.constants:
+            self.constants[node] = self.constants[other]
+        else:
+            self.names[node] = self.value(other)
+
     def _constant(self, node: Any) -> str:
         numbers = self.constants[node]
-        if numbers.numel() > 65536:
+        shape, dtype = tuple(numbers.shape), self.dtype(node) if self.whole else self.dtype_name(numbers.dtype)
+        values: Any
+        if len(shape) == 2 and shape[0] == shape[1] and numbers.numel() > LAYER_CONSTANT and is_causal(numbers):
+            values = "causal"
+        elif numbers.numel() > self.largest:
             raise Unconvertible(f"a constant of {numbers.numel()} numbers")
-        values = numbers.double().flatten().tolist()
-        return self.emit("constant", (), tuple(numbers.shape), "float32", {"values": values})
+        else:
+            values = numbers.double().flatten().tolist()
+        return self.emit("constant", (), shape, dtype, {"values": values, "shape": list(shape), "dtype": dtype})
+
+    def shape_of(self, name: str) -> Shape:
+        """The shape of a value, an input or a parameter."""
+        return self.tensors[name].shape if name in self.tensors else self.given[name]
 
     def shape(self, node: Any) -> Shape:
         """The shape of the exported node in our symbols."""
@@ -118,6 +148,11 @@ def converts(*targets: str) -> Callable[[Converter], Converter]:
         return function
 
     return register
+
+
+def is_causal(mask: Any) -> bool:
+    """Whether a square mask (torch, bool) lets key j be seen by query i where j <= i."""
+    return str(mask.dtype) == "torch.bool" and bool((mask == mask.new_ones(mask.shape).tril()).all())
 
 
 def is_number(value: Any) -> bool:

@@ -43,7 +43,7 @@ def _reshape(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, 
 def _expand(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     if emitter.shape(args[0]) == emitter.shape(node):
         return emitter.value(args[0])
-    return emitter.like(node, "expand", (emitter.value(args[0]),))
+    return emitter.like(node, "expand", (emitter.value(args[0]),), {"shape": list(emitter.shape(node))})
 
 
 @converts("aten.repeat_interleave")
@@ -112,7 +112,10 @@ def _select(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, A
 @converts("aten.cat", "aten.concat")
 def _concat(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     tensors, dim = [*args, 0][:2]
-    return emitter.like(node, "concat", [emitter.value(item) for item in tensors], {"dim": emitter.dim(node, dim)})
+    present = [item for item in tensors if item.meta["val"].numel() != 0]  # a cache that is empty yet
+    if len(present) == 1:
+        return emitter.value(present[0])
+    return emitter.like(node, "concat", [emitter.value(item) for item in present], {"dim": emitter.dim(node, dim)})
 
 
 @converts("aten.stack")

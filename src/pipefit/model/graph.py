@@ -21,8 +21,9 @@ Size = int | str
 
 Shape = tuple[Size, ...]
 
-Role = Literal["activation", "tokens", "positions", "labels", "documents"]
-"""Where an input of a layer comes from: the layer before it, or the step plan (never transferred)."""
+Role = Literal["activation", "tokens", "positions", "labels", "documents", "data"]
+"""Where an input of a layer comes from: the layer before it, or the step plan (never transferred); `data` is any other
+input of a model, by its name: images, token types, masks."""
 
 
 def size_value(size: Size, symbols: Mapping[str, int]) -> int:

@@ -84,8 +84,8 @@ class Editor:
         attributes: Mapping[str, Any] | None = None,
     ) -> str:
         """A new operator before `before`; gives the name of its value."""
-        self._fresh += 1
-        name = f"new_{self._fresh}"
+        while (name := f"new_{self._fresh}") in self.tensors:  # an earlier editor may have made some
+            self._fresh += 1
         operator = Operator(
             kind=kind, inputs=inputs, outputs=(name,), attributes=dict(attributes or {}), source=before.source
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,5 +28,7 @@ class Feed:
     "The lowest such place over the rows' first tokens, the highest over their last: `documents`, known to the host."
     rows: torch.Tensor | None = None
     "int64 (B,): the number of every row within the step, so that dropout does not depend on the layout."
+    data: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    "Any other inputs of a captured model by name, rows in front: images, token types, masks."
     step: int = 0
     "The training step, counted from 0; part of the key of dropout."

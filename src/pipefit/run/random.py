@@ -34,6 +34,11 @@ def feature_bits(start: int, count: int, device: torch.device) -> torch.Tensor:
     return _mix_32(torch.arange(start + 1, start + 1 + count, dtype=torch.int32, device=device) * 0x61C88647)
 
 
+def bits_of(features: torch.Tensor) -> torch.Tensor:
+    """int32: the bits of features by their numbers (int64), as `feature_bits` gives them for a run of them."""
+    return _mix_32((features + 1).to(torch.int32) * 0x61C88647)
+
+
 def keep_mask(tokens: torch.Tensor, features: torch.Tensor, p: float) -> torch.Tensor:
     """bool (B, T, D): True where an element is kept, with probability 1 - p (to 24 bits)."""
     bits = _mix_32(tokens.unsqueeze(-1) ^ features)

@@ -115,7 +115,9 @@ class Writer:
         hidden = "unused"
         for tensor in self.graph.inputs:
             name = self.local(tensor.name)
-            if tensor.role != "activation":
+            if tensor.role == "data":
+                self.lines.append(f"{name} = record.feed.data[{tensor.name!r}]")
+            elif tensor.role != "activation":
                 self.lines.append(f"{name} = record.feed.{tensor.role}")
             elif hidden == "unused":
                 hidden = name

@@ -351,9 +351,7 @@ class Program:
                 attributes = labelled.addend(attributes, self._cut(split_inputs[0], position))
             self._append(
                 position,
-                Operator(
-                    kind=kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source
-                ),
+                Operator(kind=kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source),
             )
 
     def _cut(self, name: str, position: int) -> Cut:

@@ -56,6 +56,7 @@ OPERATORS = (
         shapes=_shapes,
         flops=_flops,
         saves=_saves,
+        gathers={1: 2, 2: 1},
         pending_values=(0,),
         pending_gradients=True,
         boundary=True,

@@ -22,7 +22,11 @@ OPERATORS = (
         kind="dropout",
         summary="Dropout in training; the identity in evaluation.",
         inputs=("x",),
-        attributes={"p": "probability of a zero", "index": "number of this dropout within its layer: part of the key"},
+        attributes={
+            "p": "probability of a zero",
+            "index": "number of this dropout within its layer: part of the key",
+            "by": "`rows`: the key counts rows and places within them; absent: rows, tokens and features",
+        },
         shapes=same_shape,
         own_bytes=_own_bytes,
         own_bytes_stay=True,

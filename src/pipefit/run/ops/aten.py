@@ -46,6 +46,8 @@ def build(operator: Operator, context: Context) -> Step:
                 return values[item["input"]]
             if "size" in item:
                 return late_size(item["size"])(record)
+            if "float" in item:
+                return float(item["float"])
             return context.device if "device" in item else type_of(item["type"], context)
 
         found = function(*map(real, at["arguments"]), **{name: real(item) for name, item in at["keywords"].items()})

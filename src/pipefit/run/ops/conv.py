@@ -12,6 +12,7 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
+from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
 from pipefit.run.stage_record import Deferred, Record
 
 
@@ -41,39 +42,53 @@ class Window(NamedTuple):
 
 
 class _Conv(torch.autograd.Function):
+    """Parameters come twice, as leaves for autograd and as handles: one that is stored split is gathered here, and
+    again for the input gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, window: Window, record: Record, layer: int
+        ctx: Any,
+        x: torch.Tensor,
+        leaf: Any,
+        bias_leaf: Any,
+        weight: Any,
+        bias: Any,
+        window: Window,
+        record: Record,
+        layer: int,
     ) -> torch.Tensor:
         ctx.weight, ctx.bias, ctx.window, ctx.record, ctx.layer = weight, bias, window, record, layer
-        ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
-        ctx.like = x.detach() if not ctx.trains else None
-        ctx.save_for_backward(x if ctx.trains else None)
+        ctx.save_for_backward(x)
         stride, padding, dilation, groups = window
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        whole, added = whole_of(weight), whole_of(bias)
+        return torch.convolution(x, whole, added, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         weight, bias, window = ctx.weight, ctx.bias, ctx.window
-        x = ctx.like
-        if ctx.trains:
-            (x,) = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
             deferred = ctx.record.deferred
             if deferred is None:
                 accumulate_conv(weight, bias, x, dy, window)
             else:
                 deferred.append(Deferred(ctx.layer, accumulate_conv, (weight, bias, x.detach(), dy, window)))
-        dx = window.backward(dy, x, weight, [True, False, False])[0] if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None, None
+        dx = window.backward(dy, x, whole_of(weight), [True, False, False])[0] if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None, None, None
 
 
 def accumulate_conv(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, window: Window) -> None:
     """Add the gradients of a convolution's weight and bias to their buffers."""
+
+    def add(buffer: torch.Tensor) -> None:
+        like = dy.new_empty(()).expand(buffer.shape)  # of the weight only its shape is read
+        buffer.add_(window.backward(dy, x, like, [False, True, False])[1])
+
     if weight.requires_grad:
-        weight.main_grad.add_(window.backward(dy, x, weight, [False, True, False])[1])
+        add_gradient(weight, add)
     if bias is not None and bias.requires_grad:
         dims = [dim for dim in range(dy.dim()) if dim != 1]
-        bias.main_grad.add_(dy.sum(dims, dtype=bias.main_grad.dtype))
+        add_gradient(bias, lambda buffer: buffer.add_(dy.sum(dims, dtype=buffer.dtype)))
 
 
 def build(operator: Operator, context: Context) -> Step:
@@ -81,7 +96,7 @@ def build(operator: Operator, context: Context) -> Step:
     window = Window(tuple(at["stride"]), tuple(at["padding"]), tuple(at["dilation"]), int(at["groups"]))
 
     def conv(record: Record, x: Any, weight: Any, bias: Any) -> Any:
-        return apply(x, weight, bias, window, record, layer)
+        return apply(x, leaf_of(weight), leaf_of(bias), weight, bias, window, record, layer)
 
     return Step(conv, wants_record=True)
 

@@ -1,7 +1,8 @@
-"""dropout(x) {p, index, cut}: zeros by a mask that depends on what the element is, not on where it is computed.
+"""dropout(x) {p, index, by, cut}: zeros by a mask that depends on what the element is, not on where it is computed.
 
 x (B, T, ...). See `pipefit.run.random`. Off in evaluation. `cut` is written by a shard program: which part of the
-whole tensor this device holds.
+whole tensor this device holds. With `by` rows (whole models, where nothing says which dimension is that of tokens) the
+key counts the row and the element's place within it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
-from pipefit.run.random import feature_bits, keep_mask, key_of, token_bits
+from pipefit.run.random import bits_of, feature_bits, keep_mask, key_of, token_bits
 from pipefit.run.stage_record import Record
 
 
@@ -39,6 +40,8 @@ def masked(x: torch.Tensor, tokens: torch.Tensor | None, features: torch.Tensor,
 
 
 def build(operator: Operator, context: Context) -> Step:
+    if operator.attributes.get("by") == "rows":
+        return build_by_rows(operator, context)
     p = float(operator.attributes["p"])
     index = int(operator.attributes.get("index", context.operator))
     dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
@@ -62,6 +65,34 @@ def build(operator: Operator, context: Context) -> Step:
 
     def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
         return x if tokens is None else apply(x, tokens, features, p)
+
+    return Step(dropout, prepare=prepare, traced=lambda x, tokens: masked(x, tokens, features, p))
+
+
+def build_by_rows(operator: Operator, context: Context) -> Step:
+    """x (B, ...): whole rows, or a part of them, along any dimension."""
+    p, index = float(operator.attributes["p"]), int(operator.attributes["index"])
+    dim, first, total = operator.attributes.get("cut", (0, 0, 0))
+    sizes = [int(size) for size in context.graph.tensor(operator.outputs[0]).shape[1:]]
+    whole = [int(total) if place == dim - 1 else size for place, size in enumerate(sizes)]
+    places = torch.arange(math.prod(whole), device=context.device).view(whole)
+    if dim:
+        places = places.narrow(dim - 1, first, sizes[dim - 1])
+    features = bits_of(places.reshape(-1))
+    shard, seed, layer = context.shard, context.seed, context.model_layer
+
+    def prepare(record: Record) -> tuple[Any, ...]:
+        if not record.train or p == 0:
+            return (None,)
+        rows = record.feed.rows
+        assert rows is not None, "dropout needs the feed's rows"
+        if first < 0:
+            start, stop = shard.runs(rows.shape[0])[shard.position]
+            rows = rows[start:stop]
+        return (token_bits(key_of(seed, record.feed.step, layer, index), rows, rows.new_zeros((len(rows), 1))),)
+
+    def dropout(x: torch.Tensor, tokens: torch.Tensor | None) -> Any:
+        return x if tokens is None else _Dropout.apply(x, tokens, features, p)
 
     return Step(dropout, prepare=prepare, traced=lambda x, tokens: masked(x, tokens, features, p))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipefit.model.graph import Operator, Shape
 from pipefit.model.aten_splits import splits
+from pipefit.model.graph import Operator, Shape
 from pipefit.shard.rules import Labelled, whole
 
 

@@ -1,5 +1,5 @@
-"""constant: whole. expand: the dimensions that stay, and those that are repeated. sum: every dimension; over one that is
-summed the result is partial."""
+"""constant: whole. expand: the dimensions that stay, and those that are repeated. sum: every dimension; over one that
+is summed the result is partial."""
 
 from __future__ import annotations
 

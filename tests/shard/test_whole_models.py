@@ -1,0 +1,56 @@
+"""Whole models synthesized for a mixed cluster of two fast and six slow devices, and run on eight gloo processes.
+
+The programs come from the search on prices of the mixed cluster; loss and every gradient equal those of the user's own
+module in one process, in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.model.whole_models import HAP, OTHERS, count_of_labels, random_inputs
+from tests.run.pool import Pool
+from tests.shard.whole_runs import feed_of, join, mixed_setting, reference, run_case, synthesized
+
+from pipefit.model.capture_whole import capture_whole
+
+pytestmark = pytest.mark.gloo
+
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def pool():
+    found = Pool(8)
+    found.run(join, ranks=8)
+    yield found
+    found.close()
+
+
+def case_of(name: str):
+    """A model with what it is to give, its shares and its recipes."""
+    torch.manual_seed(1)
+    example = {**HAP, **OTHERS}[name]()
+    model = capture_whole(example)
+    inputs = random_inputs(example, ROWS, seed=2)
+    wanted = reference(example, inputs)
+    shares, recipes = synthesized(model, mixed_setting())
+    state = {n: p.detach().clone() for n, p in example.module.named_parameters()}
+    return model, shares, recipes, state, feed_of(model, inputs), count_of_labels(example, inputs), wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vgg",
+        "bert",
+        "bert_moe",
+        "llama",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("vit", "gpt2", "qwen3", "hugging_vit")),
+    ],
+)
+def test_a_synthesized_model_gives_the_users_gradients(pool, name):
+    case = case_of(name)
+    words = {word for text in case[2] for word in text.split()}
+    assert any(word.startswith(("d0", "out", "e", "features")) for word in words), "nothing is split"
+    assert pool.run(run_case, (*case, "IW"), ranks=8) == [True] * 8
