@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -349,11 +349,3 @@ def model_of(hidden: int, layers: int, sequence: int) -> Model:
     }  # fmt: skip
     described = describe(config, f"width {hidden}", "TeraPipe's settings")
     return capture(described.family, described.config)
-
-
-TimeOfRows = Callable[[int], StageTime]
-
-
-def time_of_rows(row: Setting, constants: Constants) -> TimeOfRows:
-    """The time of slices of so many rows, for `pipefit.plan.slicing.batch`."""
-    return lambda rows: StageTime(row, constants, rows)
