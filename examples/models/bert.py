@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from pipefit.model.capture_whole import Example
+from pipefit.model.example import Example
 
 
 def example(config: BertConfig, tokens: int) -> Example:

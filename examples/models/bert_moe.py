@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipefit.model.capture_whole import Example
+from pipefit.model.example import Example
 
 
 class Experts(nn.Module):

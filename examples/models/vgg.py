@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipefit.model.capture_whole import Example
+from pipefit.model.example import Example
 
 CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, 256, "pool", 512, 512, 512, 512, "pool",
             512, 512, 512, 512, "pool")  # fmt: skip

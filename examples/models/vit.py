@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipefit.model.capture_whole import Example
+from pipefit.model.example import Example
 
 
 class Block(nn.Module):

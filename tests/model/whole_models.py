@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipefit.model.capture_whole import Example
+from pipefit.model.example import Example
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 TOKENS = 11

@@ -9,21 +9,24 @@ with a warning that names the layer, the line and the reason. Torch is imported 
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
 from pipefit.model.convert import Emitter, Unconvertible, convert
+from pipefit.model.example import Example
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Shape, Tensor
 from pipefit.model.layers import USER, build_layers, typed_config
 from pipefit.model.lift import lift
 from pipefit.model.ops import KINDS
+from pipefit.model.user import make
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +57,19 @@ class _Call:
 
 def capture(family: str, config: Mapping[str, Any]) -> Model:
     """The model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
+    if family == USER:
+        source = str(config.get("source", ""))
+        made = make(source)
+        if isinstance(made, Example):
+            from pipefit.model.capture_whole import capture_whole
+
+            return capture_whole(made, source)
+        from pipefit.model.families import finish
+
+        return capture_layers(finish(made, "meta", None), family=family, config=config)
     layers = build_layers(family, config)
-    candidates = []
-    if family != USER:
-        rotary = getattr(typed_config(family, config), "rotary", None)
-        candidates = [rotary] if rotary else []
-    return capture_layers(layers, family=family, config=config, rotary=candidates)
+    rotary = getattr(typed_config(family, config), "rotary", None)
+    return capture_layers(layers, family=family, config=config, rotary=[rotary] if rotary else [])
 
 
 def capture_layers(
@@ -192,11 +202,11 @@ def _export(layer: nn.Module, call: _Call, dtype: str) -> Graph:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own warnings and logs: what they say of a failure stands in the reason."""
+    """Without torch's own warnings, logs and printed graphs: what they say of a failure stands in the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -9,14 +9,14 @@ the model it is cut into layers (`cut_layers.py`), so that the planner has somet
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
 from pipefit.model.capture import MODULE, _export_reason, _fold, _on_meta, _quiet
 from pipefit.model.convert import Emitter, Unconvertible, convert
 from pipefit.model.cut_layers import cut_layers
+from pipefit.model.example import Example
 from pipefit.model.graph import Graph, Model, Module, ParameterSpec, Tensor
 from pipefit.model.layers import USER
 from pipefit.model.lift import lift
@@ -34,21 +34,6 @@ ROLES = {"input_ids": "tokens", "tokens": "tokens", "position_ids": "positions",
 
 class UnknownOperatorWarning(UserWarning):
     """A function that has no rule: it is computed whole on every device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A model as its user trains it."""
-
-    module: nn.Module
-    inputs: Mapping[str, Any]
-    "Arguments of forward by name. Tensors have rows in front, at least two; anything else is passed as it is."
-    loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-    "loss(what forward returns, labels), a sum or a mean over rows; None: forward returns it (or has it as `.loss`)."
-    labels: str = "labels"
-    "With `loss`: which of the inputs is for it, and not for forward."
-    roles: Mapping[str, str] = field(default_factory=dict)
-    "Inputs that the step plan gives (tokens, positions, labels); by default those that are called so."
 
 
 def capture_whole(example: Example, source: str = "") -> Model:

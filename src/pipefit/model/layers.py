@@ -36,9 +36,18 @@ def build_layers(
     from pipefit.model.families import finish
 
     if family == USER:
-        from pipefit.model.user import load_function
+        from pipefit.model.user import make
 
-        return finish(load_function(str(config.get("source", "")))(), device, dtype)
+        source = str(config.get("source", ""))
+        made = make(source)
+        if not isinstance(made, list):
+            raise ModelError(
+                "This command needs a model in layers, and the function gives a whole model.",
+                where=source,
+                seen=type(made.module).__name__,
+                next_step="plan and search it with `pipefit shard`, or return its parts as a list of nn.Modules",
+            )
+        return finish(made, device, dtype)
     typed = typed_config(family, config)
     builder = importlib.import_module(FAMILIES[family].builder)
     with torch.device(device):

@@ -1,17 +1,39 @@
-"""A user's own layers: `FILE.py:FUNCTION`, a function without arguments that returns a list of nn.Module layers."""
+"""A user's own model: `FILE.py:FUNCTION`, a function without arguments that returns a list of nn.Module layers, or an
+`Example` of a whole model."""
 
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PipefitError
+from pipefit.model.example import Example
 
 
-def load_function(source: str) -> Callable[[], list[Any]]:
-    """The function that `source` names. Raises ModelError where there is no such file or function."""
+def make(source: str) -> Any:
+    """What the function that `source` names returns: an Example, or a list. Raises ModelError where it cannot be
+    called, and for anything else."""
+    function = load_function(source)
+    made = _run(function, source, "The function of the model failed.")
+    if isinstance(made, Example):
+        return made
+    if not isinstance(made, (list, tuple)) or not made:
+        raise ModelError(
+            "The function returns no model.",
+            where=source,
+            seen="an empty list" if isinstance(made, (list, tuple)) else type(made).__name__,
+            allowed="a list of nn.Module layers, or pipefit.model.example.Example(module=..., inputs=...)",
+            next_step="for a whole nn.Module give an Example" if hasattr(made, "named_parameters") else None,
+        )
+    return list(made)
+
+
+def load_function(source: str) -> Callable[[], Any]:
+    """The function that `source` names. Raises ModelError where there is no such file or function, and where the file
+    cannot be imported."""
     file, _, name = source.rpartition(":")
     path = Path(file)
     if not path.is_file():
@@ -19,7 +41,8 @@ def load_function(source: str) -> Callable[[], list[Any]]:
     spec = importlib.util.spec_from_file_location(f"pipefit_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), source, "The file of the model cannot be imported.")
     function = getattr(module, name, None)
     if not callable(function):
         public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
@@ -27,3 +50,22 @@ def load_function(source: str) -> Callable[[], list[Any]]:
             "The file has no such function.", where=str(path), seen=name, allowed=", ".join(public) or "a function"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _run(function: Callable[[], Any], source: str, what: str) -> Any:
+    """The result of the user's code; what it raises becomes one ModelError with the line in the user's file."""
+    file = str(Path(source.rpartition(":")[0]))
+    try:
+        return function()
+    except PipefitError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        text = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().splitlines()
+        raise ModelError(
+            what,
+            where=file if line is None else f"{file}, line {line}",
+            seen=f"{type(error).__name__}: {text[0] if text else ''}",
+            next_step=f"call it in Python to see all of it: python -i {file}",
+        ) from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import Call, OperatorKind, Talk
+from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces
 
 
 def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
@@ -51,7 +51,7 @@ def _backward_extra(call: Call) -> int:
 
 def _talks(call: Call) -> Talk:
     """The largest logit of every token, then the sum of the exponentials."""
-    return Talk(forward=(("all_reduce", _own_bytes(call)),) * 2)
+    return Talk(forward=reduces(_own_bytes(call), 2))
 
 
 OPERATORS = (

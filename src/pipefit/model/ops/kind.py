@@ -56,12 +56,22 @@ class Call:
         return max(4, self.compute_bytes)
 
 
+Said = tuple[str, float, str, tuple[int, ...]]
+"""A collective: (kind, bytes of the whole tensor, how uneven parts are moved, units of the split dimensions), as
+`cost.roofline.CollectiveTime` takes them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Collectives that an operator of which every device computes a part does inside: (kind, bytes of the tensor)."""
+    """The collectives that an operator of which every device computes a part does inside."""
 
-    forward: tuple[tuple[str, float], ...] = ()
-    input_gradient: tuple[tuple[str, float], ...] = ()
+    forward: tuple[Said, ...] = ()
+    input_gradient: tuple[Said, ...] = ()
+
+
+def reduces(size: float, times: int) -> tuple[Said, ...]:
+    """So many all-reduces, as a Talk has them."""
+    return (("all_reduce", size, "padded", ()),) * times
 
 
 def _no_flops(call: Call) -> Flops:

@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from pipefit.model.graph import Operator
-from pipefit.model.ops.kind import Call, Flops, OperatorKind, same_shape
+from pipefit.model.ops.kind import Call, Flops, OperatorKind, Talk, same_shape
 
 
 def _sizes(call: Call) -> tuple[int, int, int, int, int]:
-    """tokens, features, experts, features of an expert, selected pairs."""
-    x, down = call.inputs[0], call.inputs[3]
-    assert x is not None and down is not None
+    """tokens, features, experts that are routed to, features of an expert, selected pairs of the experts here (as many
+    for each expert: routing is taken to be balanced)."""
+    x, router, down = call.inputs[0], call.inputs[1], call.inputs[3]
+    assert x is not None and router is not None and down is not None
     tokens = math.prod(x[:-1])
-    return tokens, x[-1], down[0], down[2], tokens * int(call.attributes["top_k"])
+    experts, top = int(call.attributes["experts"]), int(call.attributes["top_k"])
+    everyone = tokens if down[0] == experts else call.symbols["B"] * call.symbols["T"]
+    return tokens, x[-1], router[0], down[2], everyone * top * down[0] // experts
 
 
 def _flops(call: Call) -> Flops:
@@ -71,27 +75,47 @@ def _deferred_extra(call: Call) -> int:
     return pairs * gate * call.compute_bytes
 
 
+def _talks(call: Call) -> Talk:
+    """The pairs' inputs to the experts and their outputs back; the gradients of both."""
+    _, features, experts, _, _ = _sizes(call)
+    tokens = call.symbols["B"] * call.symbols["T"]
+    size = float(tokens * int(call.attributes["top_k"]) * features * call.compute_bytes)
+    way = "all_to_all", size, "alltoallv", (tokens, experts)
+    return Talk(forward=(way, way), input_gradient=(way, way))
+
+
+_MOE = OperatorKind(
+    kind="moe",
+    summary="Mixture of gated experts with softmax routing over the top_k; no token dropped, no auxiliary loss.",
+    inputs=("x", "router_weight", "gate_up_weight", "down_weight"),
+    attributes={
+        "experts": "E",
+        "top_k": "experts per token",
+        "normalize": "whether the selected probabilities are divided by their sum",
+        "activation": "`silu` or `gelu`",
+        "first": "the first expert whose weights are here, where they are a run; the result is then an addend",
+    },
+    shapes=same_shape,
+    gathers={1: 2, 2: 2, 3: 2},
+    flops=_flops,
+    saves=_saves,
+    own_bytes=_own_bytes,
+    pending_values=(0,),
+    pending_bytes=_pending_bytes,
+    forward_extra=_forward_extra,
+    backward_extra=_backward_extra,
+    deferred_extra=_deferred_extra,
+    boundary=True,
+    heavy=True,
+)
+
 OPERATORS = (
-    OperatorKind(
-        kind="moe",
-        summary="Mixture of gated experts with softmax routing over the top_k; no token dropped, no auxiliary loss.",
-        inputs=("x", "router_weight", "gate_up_weight", "down_weight"),
-        attributes={
-            "experts": "E",
-            "top_k": "experts per token",
-            "normalize": "whether the selected probabilities are divided by their sum",
-            "activation": "`silu` or `gelu`",
-        },
-        shapes=same_shape,
-        flops=_flops,
-        saves=_saves,
-        own_bytes=_own_bytes,
-        pending_values=(0,),
-        pending_bytes=_pending_bytes,
-        forward_extra=_forward_extra,
-        backward_extra=_backward_extra,
-        deferred_extra=_deferred_extra,
-        boundary=True,
-        heavy=True,
+    _MOE,
+    replace(
+        _MOE,
+        kind="moe_shard",
+        summary="The same of this device's tokens and this device's experts: tokens are sent to their experts.",
+        gathers={},
+        talks=_talks,
     ),
 )
