@@ -93,7 +93,7 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
     assert curve.pairs == 6, "three processes have six directed pairs"
     assert curve.time_s[-1] > curve.time_s[0]
     assert {each.operation for each in measured.collectives} == {
-        "all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcasts", "reduces",
     }  # fmt: skip
     assert {(layer.setting, layer.processes) for layer in measured.layers} == {("alone", 1), ("together", 3)}
     assert all(len(layer.points) < 40 and set(layer.actions) == set("FIWB") for layer in measured.layers)

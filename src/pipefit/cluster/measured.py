@@ -149,16 +149,16 @@ class CollectiveCurve:
     """One collective on one group, and how it compares with a ring over the group's links."""
 
     operation: str
-    "all_reduce, all_gather, reduce_scatter or all_to_all."
+    "all_reduce, all_gather, reduce_scatter or all_to_all; broadcasts (one of every part) or reduces."
     devices: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
     "Of the whole tensor on one device: what an all-gather yields, what a reduce-scatter starts from."
     time_s: tuple[float, ...]
     spread: tuple[float, ...]
     latency_factor: float
-    "Measured time of a step without bytes over the latency of the slowest link of the ring."
+    "Measured time without bytes over what the links' latency makes of it (`profile/calibrate.py`)."
     bandwidth_factor: float
-    "Measured seconds per byte of a step over those of the slowest link of the ring."
+    "Measured seconds per byte over what the links' bandwidth makes of them."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

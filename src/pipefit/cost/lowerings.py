@@ -53,6 +53,14 @@ their released code). Only for clusters where grouped calls were not measured.""
 GROUPED: Mapping[str, str] = {"all_gather": "broadcasts", "reduce_scatter": "reduces"}
 """What `pipefit profile` calls the grouped calls."""
 
+DIRECT: Mapping[str, tuple[str, Lowering]] = {
+    "broadcasts": ("all_gather", "grouped"),
+    "reduces": ("reduce_scatter", "grouped"),
+    "all_to_all": ("all_gather", "alltoallv"),
+}
+"""Operation that `pipefit profile` measures -> the collective and lowering that moves the same, with even parts: its
+factors are against that. Those of all others are against a ring."""
+
 Parts = tuple[float, ...]
 """Of every position, its fraction of what is split."""
 
@@ -155,33 +163,40 @@ class Lowerings:
             yield from ((i, j, total_bytes * share * parts[0][part]) for i, j, part in messages)
 
     def _unit(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
-        """(seconds without bytes, the rounds): an all-to-all posts its messages one after the other, NCCL's ring has
-        n - 1 hops one after the other, gloo does one round after the other."""
+        """(seconds without bytes, the rounds) of one of them, as it was measured."""
+        gathers = "all_gather" if operation == "all_to_all" else operation
+        called = GROUPED[gathers] if name == "grouped" else "all_to_all"
+        inside = self.network.inside(self.rings)
+        latency, per_byte = self.network.collective_factors(called, inside)
+        if name == "grouped" and not self.network.over_gloo and not self.network.was_measured(called):
+            per_byte = GROUPED_OVER_EVEN[gathers, inside]
+        steps, rounds = self.plain(operation, name)
+        return latency * steps, Rounds(*(per_byte * each for each in rounds.loads))
+
+    def plain(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
+        """The same by the links alone: an all-to-all posts its messages one after the other, NCCL's ring has n - 1 hops
+        one after the other, gloo does one round after the other."""
         if operation == "all_to_all":
             return self._exchange() if name != "grouped" else self._gathered()
         rounds = self._messages(operation, name)
-        latency, per_byte = self._factors("all_to_all" if name == "alltoallv" else GROUPED[operation])
-        if name == "grouped" and not self.network.over_gloo and not self.network.was_measured(GROUPED[operation]):
-            per_byte = GROUPED_OVER_EVEN[operation, self.network.inside(self.rings)]
         steps = sum(self._latency_s(messages) for messages, _ in rounds)
         if len(rounds) == 1:
             steps *= self.size - 1
-        return latency * steps, Rounds(*(share * per_byte * self._loads(messages) for messages, share in rounds))
+        return steps, Rounds(*(share * self._loads(messages) for messages, share in rounds))
 
     def _exchange(self) -> tuple[float, Rounds]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
-        latency, per_byte = self._factors("all_to_all")
         pairs = list(itertools.permutations(range(self.size), 2))
         load: dict[Port, Array] = defaultdict(lambda: np.zeros((self.size, self.size)))
         for i, j in pairs:
             for port, seconds in self._ports(i, j):
                 load[port][i, j] += seconds
-        steps = (self.size - 1) * latency * self._latency_s([(i, j, i) for i, j in pairs])
-        return steps, Rounds(per_byte * _stack(load.values(), (self.size, self.size)))
+        steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
+        return steps, Rounds(_stack(load.values(), (self.size, self.size)))
 
     def _gathered(self) -> tuple[float, Rounds]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
-        constant, rounds = self._unit("all_gather", "grouped")
+        constant, rounds = self.plain("all_gather", "grouped")
         return constant, Rounds(*(np.repeat(each[:, :, None], self.size, axis=2) for each in rounds.loads))
 
     def _messages(self, operation: str, name: str) -> list[tuple[list[Message], float]]:
@@ -204,9 +219,6 @@ class Lowerings:
     def _hops(self) -> list[tuple[int, int]]:
         order = sorted(range(self.size), key=lambda position: self.rings[0][position])
         return list(zip(order, (*order[1:], order[0]), strict=True))
-
-    def _factors(self, operation: str) -> tuple[float, float]:
-        return self.network.collective_factors(operation, self.network.inside(self.rings))
 
     def _latency_s(self, messages: Iterable[Message]) -> float:
         ends = {(i, j) for i, j, _ in messages}

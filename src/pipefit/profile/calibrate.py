@@ -12,11 +12,12 @@ from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.cost.collectives import ring_of
 from pipefit.cost.curves import layer_times, signature
+from pipefit.cost.lowerings import DIRECT, Lowerings
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.model.graph import Graph
 
-PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes round the ring, of (devices - 1) steps each (Thakur, Rabenseifner and Gropp 2005)."""
 
 LEAST = 1e-3
@@ -31,22 +32,18 @@ def collective_curve(
     time_s: Sequence[float],
     spread: Sequence[float],
 ) -> CollectiveCurve:
-    """The curve of one collective, with its factors against a ring over the links of `cluster` between `devices`.
+    """The curve of one collective, with its factors against a ring over the links of `cluster` between `devices`, or
+    against the lowering that moves the same (`cost.lowerings.DIRECT`).
 
-    Fits time = steps (a + bytes / n b) on relative errors; the factors are a / latency and b x bandwidth of the ring.
+    Fits time = f latency + g bytes / bandwidth on relative errors, where latency and bandwidth are the formula's; f and
+    g are the factors.
     """
     from scipy.optimize import nnls
 
-    ring = ring_of(Network(cluster), operation, [devices])
-    count = len(devices)
-    steps = PASSES[operation] * (count - 1)
+    latency_s, s_per_byte = _formula(Network(cluster), operation, devices)
     times = np.asarray(time_s, dtype=np.float64)
     columns = np.stack(
-        [
-            np.full(len(times), steps * ring.latency_s),
-            steps * np.asarray(sizes_bytes, dtype=np.float64) / count * ring.s_per_byte,
-        ],
-        axis=-1,
+        [np.full(len(times), latency_s), np.asarray(sizes_bytes, dtype=np.float64) * s_per_byte], axis=-1
     )
     latency, bandwidth = nnls(columns / times[:, None], np.ones(len(times)))[0]
     return CollectiveCurve(
@@ -58,6 +55,16 @@ def collective_curve(
         latency_factor=max(LEAST, float(latency)),
         bandwidth_factor=max(LEAST, float(bandwidth)),
     )
+
+
+def _formula(network: Network, operation: str, devices: Sequence[int]) -> tuple[float, float]:
+    """(seconds without bytes, seconds a byte) of a collective of even parts, by the links."""
+    count = len(devices)
+    if operation in DIRECT:
+        latency_s, rounds = Lowerings(network, [devices]).plain(*DIRECT[operation])
+        return latency_s, rounds.s_per_byte((1 / count,) * count)
+    ring, steps = ring_of(network, operation, [devices]), PASSES[operation] * (count - 1)
+    return steps * ring.latency_s, steps / count * ring.s_per_byte
 
 
 def efficiency(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[LayerCurve]) -> float:

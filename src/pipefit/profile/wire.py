@@ -13,6 +13,7 @@ from pipefit.profile.board import Board
 from pipefit.profile.links import TINY, Outcome
 from pipefit.profile.tournament import Pair
 from pipefit.run.comms import all_gather, reduce_scatter
+from pipefit.run.shard_parts import GATHERS, SCATTERS, ShardContext
 
 MOST_BYTES = 8 * 2**20
 """A measurement repeats its message until about so many bytes have gone, 3 to 40 times."""
@@ -127,16 +128,20 @@ class Wire:
         whole = torch.zeros(count, device=self.device)
         part = torch.zeros(count // members, device=self.device)
         other = torch.zeros_like(whole) if operation == "all_to_all" else whole
+        context = ShardContext(group=group, shares=(1,) * members, position=dist.get_rank(group))
+        lengths = [len(part)] * members
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "all_gather": lambda: all_gather(whole, part, group).wait(),
             "reduce_scatter": lambda: reduce_scatter(part, whole, group).wait(),
             "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+            "broadcasts": lambda: GATHERS["grouped"](part, lengths, context),
+            "reduces": lambda: SCATTERS["grouped"](whole, lengths, context),
         }
         return calls[operation]
 
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcasts", "reduces")
 
 
 def calm(times: Sequence[float]) -> float:
