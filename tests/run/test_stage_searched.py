@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stage_toys import assert_close, fill, plain_gradients, toy_feed, toy_layers
+from stage_toys import HIDDEN, WIDTH, GraphBuilder, assert_close, fill, plain_gradients, toy_feed, toy_layers
 from tests.run.processes import run_processes
 from tests.run.test_stage_sharded import programs_step
 from tests.shard.random_clusters import model_of, random_setting
 
 from pipefit.cost.lowerings import LOWERINGS, Lowered, Rounds
-from pipefit.run.stage import StageProgram
+from pipefit.run.stage import StageLayer, StageProgram
 from pipefit.shard.chain import Chains
 from pipefit.shard.recipe import parse_recipe, write
 
@@ -72,15 +72,34 @@ def random_recipes(layers, shares, seed, rows, tokens, toll):
     return [link.recipe.text for link in search.search(model.layers, shares)]
 
 
+def layers_of(options):
+    """The toy model, or one with a mixture of so many experts in the place of its MLPs."""
+    if "experts" not in options:
+        return toy_layers(**options)
+    builder = GraphBuilder(HIDDEN)
+    n = builder.add("rms_norm", "x", builder.parameter("norm.weight", WIDTH), eps=1e-5)
+    experts = options["experts"]
+    weights = [builder.parameter(f"{name}.weight", *shape) for name, shape in (
+        ("router", (experts, WIDTH)), ("gate_up", (experts, 2 * 16, WIDTH)), ("down", (experts, WIDTH, 16)),
+    )]  # fmt: skip
+    y = builder.add("moe", n, *weights, experts=experts, top_k=2, normalize=True, activation="silu")
+    graph = builder.finish(builder.add("add", "x", y))
+    first, *_, head, loss = toy_layers(0)
+    middle = [
+        StageLayer(f"layers.{i}", graph, {p.name: f"layers.{i}.{p.name}" for p in graph.parameters}) for i in (0, 1)
+    ]
+    return [first, *middle, head, loss]
+
+
 def check_recipes(group, rank, cases):
     """Every case on this rank."""
     for shares, recompute, mode, options, recipes in cases:
-        layers = toy_layers(**options)
+        layers = layers_of(options)
         single = StageProgram(layers, dtype=torch.float64)
         wanted = fill(single)
         feeds = [toy_feed(6, 10, seed=1), toy_feed(6, 7, seed=2)]
         whole = {name: p.data for name, p in single.parameters.items()}
-        if options.get("dropout"):
+        if options.keys() & {"dropout", "experts"}:
             single.begin_step(0, 31)
             wanted_loss = sum(single.forward(m, 0, {}, feed)["loss"] for m, feed in enumerate(feeds))
             for m in range(len(feeds)):
@@ -98,12 +117,12 @@ WAYS = [("none", "B", {}), ("selective", "IW", {}), ("full", "B", {}), ("none", 
         ("selective", "B", {"dropout": 0.4})]  # fmt: skip
 
 
-def drawn_cases(all_shares, count):
+def drawn_cases(all_shares, count, ways=WAYS):
     found = []
     for seed in range(count):
         shares = all_shares[seed % len(all_shares)]
-        recompute, mode, options = WAYS[seed % len(WAYS)]
-        recipes = random_recipes(toy_layers(**options), shares, seed, 6, 7, (0.05, 1.0)[seed % 2])
+        recompute, mode, options = ways[seed % len(ways)]
+        recipes = random_recipes(layers_of(options), shares, seed, 6, 7, (0.05, 1.0)[seed % 2])
         found.append((shares, recompute, mode, options, recipes))
     return found
 
@@ -126,3 +145,14 @@ def test_two_devices():
 def test_three_devices():
     todo = drawn_cases([(3, 2, 2), (2, 1, 1)], 8)
     assert run_processes(check_recipes, 3, todo) == [8] * 3
+
+
+def test_experts_of_two_and_four_devices():
+    """Experts everywhere; split, with tokens sent to them, or with all tokens everywhere; or gathered for use."""
+    ways = [("none", "B", {"experts": 5}), ("selective", "IW", {"experts": 5}), ("full", "B", {"experts": 4})]
+    two, four = drawn_cases([(2, 1), (1, 2)], 9, ways), drawn_cases([(3, 1, 2, 1)], 4, ways[2:])
+    words = {word for case in (*two, *four) for text in case[-1] for word in text.split()}
+    assert {"experts", "experts0", "experts1", "d0", "d1"} <= words
+    assert any(word.startswith("down.weight:G0>I") for word in words)
+    assert run_processes(check_recipes, 2, two) == [9] * 2
+    assert run_processes(check_recipes, 4, four) == [4] * 4

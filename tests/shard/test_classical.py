@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.run.stage_toys import HIDDEN, LABELS, TOKENS, WIDTH, GraphBuilder, block_graph
 from tests.shard.random_clusters import model_of
 from tests.shard.test_chain import setting
@@ -49,3 +51,54 @@ def test_a_large_vocabulary_makes_the_loss_vocabulary_parallel():
     where = setting(rows=8, tokens=64, bytes_per_s=1e7, latency_s=1e-4, microbatches=99)
     small = programs_of(with_vocabulary(6), where)
     assert "cross_entropy" in [operator.kind for operator in small["loss"].graphs[0].operators]
+
+
+EXPERTS, INNER = 12, 64
+
+
+def with_experts():
+    """Two equal layers: a norm, twelve experts of which a token uses two, and the residual sum."""
+    b = GraphBuilder(HIDDEN)
+    n = b.add("rms_norm", "x", b.parameter("norm", WIDTH), eps=1e-5)
+    weights = (
+        b.parameter("router", EXPERTS, WIDTH),
+        b.parameter("gate_up", EXPERTS, 2 * INNER, WIDTH),
+        b.parameter("down", EXPERTS, WIDTH, INNER),
+    )
+    y = b.add("moe", n, *weights, experts=EXPERTS, top_k=2, normalize=True, activation="silu")
+    graph = b.finish(b.add("add", "x", y))
+    first, _, *last = with_vocabulary(64)
+    return [first, *(StageLayer(f"layers.{i}", graph, {p.name: f"layers.{i}.{p.name}" for p in graph.parameters})
+                     for i in range(2)), *last]  # fmt: skip
+
+
+def exchanging(where):
+    """The same devices, whose all-to-all sends every part straight: (n - 1) / n^2 of all bytes leave a device."""
+    count, plain = len(where.kinds), where.collective
+    return replace(where, collective=lambda kind, size, *_: plain(kind, size / count if kind == "all_to_all" else size))
+
+
+def test_many_experts_make_expert_parallelism():
+    """Four devices, twelve experts, two microbatches: rows split, as in data parallelism, each device with three
+    experts, and tokens sent to their experts and back. With many microbatches reducing the experts' gradients is
+    cheaper."""
+    where = exchanging(setting(shards=4, rows=8, tokens=8, bytes_per_s=1e8, latency_s=0.0, microbatches=2))
+    for shares in ((1, 1, 1, 1), (2, 1, 1, 2)):
+        program = programs_of(with_experts(), where, shares)["layers.0"]
+        assert [str(program.parameter_forms[name]) for name in ("router", "gate_up", "down")] == ["I", "G0", "G0"]
+        assert "moe_shard" in [operator.kind for operator in program.graphs[0].operators]
+        assert str(program.input_form) == str(program.output_form) == "G0"
+        assert [graph.parameter("down").shape[0] for graph in program.graphs] == [12 * s // sum(shares) for s in shares]
+    program = programs_of(with_experts(), replace(where, microbatches=1000))["layers.0"]
+    assert [str(program.parameter_forms[name]) for name in ("router", "gate_up", "down")] == ["I", "I", "I"]
+
+
+def test_few_devices_gather_tokens_for_their_experts():
+    """Two devices and two experts a token: gathering all tokens and scattering the sums moves as little as sending them
+    to their experts, and takes half as many steps where latency counts."""
+    where = exchanging(setting(shards=2, rows=1, tokens=8, bytes_per_s=1e7, latency_s=1e-3, microbatches=1))
+    program = programs_of(with_experts(), where)["layers.0"]
+    assert [str(program.parameter_forms[name]) for name in ("gate_up", "down")] == ["G0", "G0"]
+    kinds = [operator.kind for operator in program.graphs[0].operators]
+    assert "moe" in kinds and "moe_shard" not in kinds
+    assert [graph.operators[kinds.index("moe")].attributes["first"] for graph in program.graphs] == [0, 6]

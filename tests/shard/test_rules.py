@@ -27,7 +27,7 @@ from pipefit.run.stage_record import Record
 from pipefit.shard.rules import Cut, labels_of, rules
 
 SHARES = (2, 1, 1)
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "shard_slice", "unshard"}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "shard_slice", "unshard", "linear_factors"}
 
 
 def labelled_of(case):
@@ -39,7 +39,7 @@ def labelled_of(case):
 def ways():
     for case in CASES:
         _, labelled, _ = labelled_of(case)
-        found = {label for labels in labelled.inputs if labels for label in labels if label}
+        found = {label for labels in labelled.inputs if labels for label in labels if label} | set(labelled.joint)
         for label in sorted(found):
             yield pytest.param(case, label, id=f"{case.id}-{label}")
 
@@ -72,9 +72,7 @@ def cut(value, labels, label, units, run):
     """The part of an operand that a device with this run of units holds."""
     if value is None or labels is None or label not in labels:
         return value
-    dim = labels.index(label)
-    size = value.shape[dim] // units
-    return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size).contiguous()
+    return cut_view(value, labels, label, units, run).contiguous()
 
 
 def execute(case, operator, labelled, values, shape, place, position=0, whole=None, addend=None, meeting=None):
@@ -100,7 +98,7 @@ def execute(case, operator, labelled, values, shape, place, position=0, whole=No
             device=torch.device("cpu"),
             seed=0,
             slices=1,
-            shard=ShardContext(group=meeting, shares=SHARES, position=position),
+            shard=ShardContext(group=(meeting, position), shares=SHARES, position=position),
         ),
     )
     record = Record(0, 0, Feed(), train=True)
@@ -128,19 +126,30 @@ def gradient(leaf):
 
 
 class Meeting:
-    """A process group of threads: what is said inside operators is reduced here."""
+    """A process group of threads."""
 
     def __init__(self, count):
-        self.barrier, self.said = threading.Barrier(count, timeout=60), []
+        self.barrier, self.said = threading.Barrier(count, timeout=60), [None] * count
 
-    def all_reduce(self, x, op):
-        self.said.append(x.clone())
+    def heard(self, position, said):
+        """What everyone says."""
+        self.said[position] = said
         self.barrier.wait()
-        total = torch.stack(self.said)
-        x.copy_(total.amax(0) if op == dist.ReduceOp.MAX else total.sum(0))
+        found = list(self.said)
         self.barrier.wait()
-        self.said.clear()
-        self.barrier.wait()
+        return found
+
+
+def all_reduce(x, op, group):
+    meeting, position = group
+    total = torch.stack(meeting.heard(position, x.clone()))
+    x.copy_(total.amax(0) if op == dist.ReduceOp.MAX else total.sum(0))
+
+
+def all_to_all(out, x, received, sent, group):
+    meeting, position = group
+    out.copy_(torch.cat([parts[position] for parts in meeting.heard(position, x.clone().split(sent))]))
+    assert len(out) == sum(received)
 
 
 def at_once(calls, talk):
@@ -154,14 +163,16 @@ def at_once(calls, talk):
 
 @pytest.mark.parametrize(("case", "label"), list(ways()))
 def test_parts_make_the_whole(case, label, monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group: group.all_reduce(x, op))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
     operator, labelled, outputs = labelled_of(case)
     values = case.values()
     whole_leaves, whole = execute(case, operator, labelled, values, outputs[0], None)
     torch.manual_seed(3)
     dy = torch.randn(whole.shape, dtype=torch.float64)
     whole.backward(dy)
-    units = extent(case, labelled, label)
+    units = None if label in labelled.joint else extent(case, labelled, label)  # None: every operand by itself
+    labelled = labelled.along(label)
     out = labelled.outputs[0]
     partial = label not in out
     part = dataclasses.replace(operator, kind=labelled.kinds.get(label, operator.kind))
@@ -169,20 +180,21 @@ def test_parts_make_the_whole(case, label, monkeypatch):
     gradients = {
         n: torch.zeros_like(leaf) for n, leaf in whole_leaves.items() if leaf is not None and leaf.requires_grad
     }
-    for position, run in enumerate(split(units, SHARES)):
+    for position, run in enumerate(range(len(SHARES)) if units is None else split(units, SHARES)):
         local, place, back = {}, None, dy
         for index, (name, labels) in enumerate(zip(case.inputs, labelled.inputs, strict=True)):
             absent = partial and index in labelled.once and position > 0
             local[name] = None if absent else cut(values[name], labels, label, units, run)
         shape = list(outputs[0])
-        if run[0] == run[1]:
+        if units is not None and run[0] == run[1]:
             continue
         if not partial:
             dim = out.index(label)
             back = cut(dy, out, label, units, run)
             total = numbers(shape)[dim]
             shape = [*shape[:dim], back.shape[dim], *shape[dim + 1 :]]
-            place = Cut(dim, run[0] * total // units if outputs[0][dim] not in ("B", "T") else -1, total)
+            first = -1 if outputs[0][dim] in ("B", "T") else run[0] * total // units
+            place = Cut(dim, first, total)
         addend = first_cut(case, labelled, label, units, run) if partial else None
 
         def call(meeting, work=(part, labelled, local, shape, place, position, values, addend), back=back):
@@ -274,5 +286,6 @@ def cut_view(value, labels, label, units, run):
     if labels is None or label not in labels:
         return value
     dim = labels.index(label)
-    size = value.shape[dim] // units
-    return value.narrow(dim, run[0] * size, (run[1] - run[0]) * size)
+    length = value.shape[dim]
+    start, stop = split(length, SHARES)[run] if units is None else (run[0] * length // units, run[1] * length // units)
+    return value.narrow(dim, start, stop - start)

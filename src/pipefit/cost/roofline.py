@@ -302,7 +302,11 @@ def talk_s(
     talks = KINDS[operator.kind].talks
     assert talks is not None and collective is not None, f"{operator.kind} is costed without a shard axis"
     said = talks(call_of(graph, operator, symbols, COMPUTE_BYTES[precision]))
-    return sum(collective(*one) for one in said.forward), sum(collective(*one) for one in said.input_gradient)
+    forward_s, back_s = (
+        sum(collective(kind, size, how, units) if units else collective(kind, size) for kind, size, how, units in each)
+        for each in (said.forward, said.input_gradient)
+    )
+    return forward_s, back_s
 
 
 class Work(NamedTuple):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipefit.cluster.types import DeviceKind
+from pipefit.cost.lowerings import Lowered
+from pipefit.cost.memory import COMPUTE_BYTES
 from pipefit.cost.roofline import Work, operator_work, talk_s
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, multiply_sizes
+from pipefit.model.ops import KINDS
+from pipefit.model.ops.kind import Said
+from pipefit.model.ops.saved import call_of
 from pipefit.shard.rules import Labelled
 from pipefit.shard.setting import Setting
-from pipefit.shard.template import Line, Lines, Toll
+from pipefit.shard.template import WHOLE_CUT, Line, Lines, Toll
 
 
 class OperatorWork:
@@ -36,13 +41,27 @@ class OperatorWork:
             for one, two in zip(once, twice, strict=True)
         )
 
-    def talk(self, operator: Operator, labelled: Labelled, label: str) -> Toll | None:
-        """What devices say to each other inside an operator of which each computes a part of `label`."""
+    def talk(self, operator: Operator, labelled: Labelled, label: str, cut: int, earlier: int) -> Toll | None:
+        """What devices say to each other inside an operator of which each computes a part of `label`, cut so (and, of
+        a joint label, cut otherwise `earlier`)."""
         if label not in labelled.kinds:
             return None
         graph, setting = self.alone(operator, labelled, label, 1), self.setting
+        if setting.lowered is not None and earlier != WHOLE_CUT:
+            talks = KINDS[graph.operators[0].kind].talks
+            assert talks is not None
+            said = talks(call_of(graph, graph.operators[0], setting.symbols, COMPUTE_BYTES[setting.precision]))
+            ahead, back = (self._moving(each) for each in (said.forward, said.input_gradient))
+            return Toll((0.0, 0.0), cut, ahead=ahead, back=back, earlier=earlier)
         seconds = talk_s(graph, graph.operators[0], setting.symbols, setting.precision, setting.collective)
-        return Toll((sum(seconds), 0.0))
+        return Toll((sum(seconds), 0.0), cut, earlier=earlier)
+
+    def _moving(self, said: Sequence[Said]) -> tuple[Lowered, ...]:
+        """Equal exchanges, as the runtime does them: straight from device to device."""
+        assert self.setting.lowered is not None and len({*said}) == 1
+        (kind, size, how, _), times = said[0], len(said)
+        found = [one for one in self.setting.lowered(kind, size) if one.name == how]
+        return tuple(replace(one, constant_s=times * one.constant_s, slope=times * one.slope) for one in found)
 
     def roof(self, one: Work | None, two: Work | None, kind: DeviceKind) -> Lines:
         """Roofline of a pass that does `one` with all of a label and `two` with twice as much of it."""

@@ -8,8 +8,10 @@ with the one that its backward does (the duality of forms).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
@@ -39,6 +41,8 @@ class Pick:
     "What a partial result becomes at once."
     how: str = ""
     "How that moves uneven parts (`Toll.how`)."
+    factors: bool = False
+    "Whether everyone computes all of a linear layer's weight gradient, from factors that are gathered."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,9 @@ class _Pricing:
             held = (0.0, size) if form.kind == "G" else (size, 0.0)
             ways.append(OpenWay((), number_of(form), cut, (nothing, nothing, lines), None, once_s, held))
             picks.append(Pick())
+            if form == IDENTITY and spec.name in self.factored:
+                ways.append(replace(ways[-1], gives=frontier.ALIKE, once_s=0.0))
+                picks.append(Pick())
         self._step((), spec.name, ways, picks, -1)
 
     def unshardings(self, spec: ParameterSpec) -> Mapping[tuple[int, int], Toll]:
@@ -218,8 +225,11 @@ class _Pricing:
             needs = tuple(frontier.PARTIAL if index in sums else frontier.WHOLE for index in present)
             ways.append(OpenWay(needs, frontier.PARTIAL, WHOLE_CUT, plain, held=(size, 0.0)))
             picks.append(Pick(linear=number))
-        for label, cut in self.labels(operator, labelled).items():
-            passes, talk = self.work.passes(operator, labelled, label), self.work.talk(operator, labelled, label)
+        tables = labelled
+        for label, (cut, earlier) in self.labels(operator, tables).items():
+            labelled = tables.along(label)
+            passes = self.work.passes(operator, labelled, label)
+            talk = self.work.talk(operator, labelled, label, cut, earlier)
             gives = _form_along(labelled.outputs[0], label)
             partial = gives == frontier.WHOLE
             once = {index for index in labelled.once if partial and operator.inputs[index]}
@@ -236,10 +246,59 @@ class _Pricing:
                 for form, toll in self.settlements(operator, labelled, once):
                     ways.append(OpenWay(needs, number_of(form), cut, passes, toll, held=(size, 0.0)))
                     picks.append(Pick(label, settle=form))
+        if operator.inputs[1:2] and operator.inputs[1] in self.factored:
+            for way, pick in self.factor_ways(operator, tables, plain[2], size):
+                ways.append(way)
+                picks.append(pick)
         self._step(tuple(operator.inputs[index] for index in present), operator.outputs[0], ways, picks, place)
 
-    def labels(self, operator: Operator, labelled: Labelled) -> Mapping[str, int]:
-        """The labels that can be split here, with their cuts."""
+    @cached_property
+    def factored(self) -> frozenset[str]:
+        """Parameters of linear layers that nobody else reads, whose factors may be gathered."""
+        lowered = self.setting.lowered
+        readers = Counter(name for operator in self.graph.operators for name in operator.inputs)
+        found: set[str] = set()
+        for operator in self.graph.operators if lowered is not None else ():
+            own = {name for name in operator.inputs[1:] if name}
+            free = all(
+                readers[name] == 1
+                and name in self.parameters
+                and self.parameters[name].trainable
+                and name not in self.pinned
+                for name in own
+            )
+            if operator.kind == "linear" and free:
+                found |= own
+        return frozenset(found)
+
+    def factor_ways(
+        self, operator: Operator, labelled: Labelled, whole: tuple[Lines, ...], size: float
+    ) -> Iterator[tuple[OpenWay, Pick]]:
+        """A linear layer split along rows or tokens, with both factors of the weight gradient gathered in every
+        microbatch, and all of it (`whole`) computed by everyone: no reduction once an iteration."""
+        x, y = operator.inputs[0], operator.outputs[0]
+        weights = tuple(frontier.ALIKE for name in operator.inputs[1:] if name)
+        assert self.setting.lowered is not None
+        for dim, symbol in enumerate(self.shapes[x][:2]):
+            cut, label = self.cut(x, dim), f"d{dim}"
+            if symbol not in ("B", "T") or cut is None or cut != self.cut(y, dim) or len(self.shapes[x]) < dim + 2:
+                continue
+            forward, back, _ = self.work.passes(operator, labelled, label)
+            all_of_it = tuple(tuple((first + second, 0.0) for first, second in lines) for lines in whole)
+            ahead, behind = (
+                self.setting.lowered(
+                    "all_gather", float(element_count(self.shapes[name], self.setting.symbols) * self.width)
+                )
+                for name in (x, y)
+            )
+            talk = Toll((0.0, 0.0), cut, ahead=ahead, back=behind)
+            along = frontier.split_along(dim)
+            passes = (forward, back, all_of_it)
+            way = OpenWay((along, *weights), along, cut, passes, held=(0.0, size), talk=talk)
+            yield way, Pick(label, factors=True)
+
+    def labels(self, operator: Operator, labelled: Labelled) -> Mapping[str, tuple[int, int]]:
+        """The labels that can be split here, with their cuts; a joint one with that of the first input before."""
         found: dict[str, int] = {}
         barred = set()
         names = (*operator.inputs, *operator.outputs)
@@ -249,7 +308,16 @@ class _Pricing:
                     cut = self.cut(name, dim)
                     if cut is None or found.setdefault(label, cut) != cut:
                         barred.add(label)
-        return {label: cut for label, cut in found.items() if label not in barred}
+        able = {label: (cut, WHOLE_CUT) for label, cut in found.items() if label not in barred}
+        for label, (inputs, _) in labelled.joint.items():
+            cuts = [
+                self.cut(name, labels.index(label))
+                for name, labels in zip(operator.inputs, inputs, strict=True)
+                if labels is not None and label in labels
+            ]
+            if None not in cuts:
+                able[label] = cuts[-1] or 0, cuts[0] or 0
+        return able
 
     def settlements(self, operator: Operator, labelled: Labelled, once: set[int]) -> list[tuple[Form, Toll]]:
         """Forms in which a bias can be added after the reduction: the bias stays whole."""

@@ -16,6 +16,7 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, PARTIAL, Form, Run, gathered, split
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Size, Tensor
+from pipefit.model.ops.linear_factors import KIND as FACTORS
 from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
 
 TOKENS: Size = "T"
@@ -70,6 +71,8 @@ class Choice:
     "What a partial result is reduced to at once; P: it stays as it is; None: the form of the residual stream."
     how: str = ""
     "How that moves uneven parts."
+    factors: bool = False
+    "Of a linear layer that is split along rows or tokens: everyone computes all of the weight's gradient."
     before: tuple[Conversion, ...] = ()
     "Conversions of inputs in front of the operator. What they do not give is converted the shortest way."
 
@@ -133,6 +136,7 @@ class Program:
         unless the choice keeps it; a bias is added after that, once."""
         for conversion in choice.before:
             self.convert(conversion)
+        labelled = labelled.along(choice.label)
         partial = choice.label is not None and not any(choice.label in labels for labels in labelled.outputs)
         settles = partial and choice.settle != PARTIAL
         inputs, late = self._inputs(operator, labelled, choice, partial)
@@ -339,10 +343,13 @@ class Program:
         partial: bool,
     ) -> None:
         kind = labelled.kinds.get(choice.label or "", operator.kind)
+        factors: Mapping[str, Any] = {}
+        if choice.factors:
+            kind, factors = FACTORS, self._factors(operator, choice)
         held = self.held[outputs[0]]
         split_inputs = [name for name in inputs if name and self.held[name].form.kind == "G"]
         for position in range(len(self.shares)):
-            attributes = operator.attributes
+            attributes = {**operator.attributes, **factors}
             if labelled.local is not None and held.form.kind == "G":
                 attributes = labelled.local(
                     attributes, self.local_shape(outputs[0], position), self._cut(outputs[0], position)
@@ -353,6 +360,19 @@ class Program:
                 position,
                 Operator(kind=kind, inputs=inputs, outputs=outputs, attributes=attributes, source=operator.source),
             )
+
+    def _factors(self, operator: Operator, choice: Choice) -> Mapping[str, Any]:
+        """The attributes of a linear layer whose factors are gathered. Raises PlanError where it cannot be one."""
+        held = self.held[operator.outputs[0]].form
+        if operator.kind != "linear" or held.kind != "G" or held.dim is None:
+            raise PlanError(
+                "The factors of this operator cannot be gathered.",
+                where=f"recipe, {operator.kind}",
+                seen=f"{choice.label}*",
+                allowed="linear layers that are split along rows or tokens",
+            )
+        whole = self.shapes[operator.outputs[0]][held.dim]
+        return {"dim": held.dim, "whole": whole} | ({"lowering": choice.how} if choice.how else {})
 
     def _cut(self, name: str, position: int) -> Cut:
         held = self.held[name]

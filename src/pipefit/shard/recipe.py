@@ -5,7 +5,7 @@ writes the same program.
 
 First the forms in which the layer takes the hidden state and hands it on; then one word an operator, in order: the
 label that is split, `-` for whole, `+0` for partial sums that pass, `in>G1` for a label whose partial result is
-reduced at once. Words with a colon are conversions of a value, in front of what follows. What moves parts otherwise
+reduced at once, `d1*` for tokens of a linear layer whose factors are gathered for the weight's gradient. Words with a colon are conversions of a value, in front of what follows. What moves parts otherwise
 than padded says how behind a slash: `t0:G1>I/grouped`, `in>G1/padded+alltoallv` (forward and backward).
 """
 
@@ -70,7 +70,8 @@ def recipe_of(layer: PricedLayer, choice: Chosen, takes: Form, gives: Form, shar
     for place, each, step, number, moves in steps:
         waiting += turns(moves)
         if place >= 0:
-            picks.append(replace(each[number], how=how(step.ways[number].toll)))
+            way = step.ways[number]
+            picks.append(replace(each[number], how=how(way.talk if each[number].factors else way.toll)))
             before.append(waiting)
             waiting = ()
     return Recipe(takes=takes, gives=gives, picks=tuple(picks), before=tuple(before), after=turns(choice.after))
@@ -124,7 +125,7 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
         if not pick.label:
             return Choice(linear=pick.linear, before=before)
         cut = _units_of(pick.label, operator, labelled, units)
-        return Choice(pick.label, cut, settle=pick.settle, how=pick.how, before=before)
+        return Choice(pick.label, cut, settle=pick.settle, how=pick.how, factors=pick.factors, before=before)
 
     after = [_conversion(turn, units) for turn in recipe.after]
     taken = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
@@ -146,7 +147,7 @@ def _held(name: str, form: Form, units: Mapping[tuple[str, int], int]) -> Held:
 
 
 def _units_of(label: str, operator: Operator, labelled: Labelled, units: Mapping[tuple[str, int], int]) -> int:
-    names = (*operator.inputs, *operator.outputs)
+    names, labelled = (*operator.inputs, *operator.outputs), labelled.along(label)
     for name, labels in zip(names, (*labelled.inputs, *labelled.outputs), strict=True):
         if name and labels and label in labels and (name, labels.index(label)) in units:
             return units[name, labels.index(label)]
@@ -185,7 +186,9 @@ def _pick_word(pick: Pick) -> str:
         return f"+{pick.linear}"
     if not pick.label:
         return "-"
-    return pick.label if pick.settle == PARTIAL else f"{pick.label}>{pick.settle}{pick.how and '/'}{pick.how}"
+    what = f"{pick.label}*" if pick.factors else pick.label
+    what += "" if pick.settle == PARTIAL else f">{pick.settle}"
+    return f"{what}{pick.how and '/'}{pick.how}"
 
 
 def _pick(word: str) -> Pick:
@@ -195,4 +198,5 @@ def _pick(word: str) -> Pick:
         return Pick(linear=int(word[1:]))
     word, how = _how(word)
     label, separator, form = word.partition(">")
-    return Pick(label, settle=parse_form(form) if separator else PARTIAL, how=how)
+    settle = parse_form(form) if separator else PARTIAL
+    return Pick(label.removesuffix("*"), settle=settle, how=how, factors=label.endswith("*"))

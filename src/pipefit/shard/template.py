@@ -176,7 +176,8 @@ class Template:
             able = tuple(
                 number
                 for number, way in enumerate(step.ways)
-                if way.cut in fractions.worst and (way.toll is None or way.toll.able(fractions))
+                if way.cut in fractions.worst
+                and all(toll.able(fractions) for toll in (way.toll, way.talk) if toll is not None)
             )
             ways = [step.ways[number] for number in able]
             costs = [way.cost_s(fractions, self.members.kinds) + held_s(way) for way in ways]

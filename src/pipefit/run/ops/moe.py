@@ -8,7 +8,7 @@ Shapes: x (B, T, D), router (E, D), gate_up (E, 2F, D), down (E, D, F).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
-from pipefit.run.ops.linear import _Linear, add_product
+from pipefit.run.ops.linear import _GatheredLinear, _Linear, add_product
+from pipefit.run.shard_weights import Unsharded, add_gradient, leaf_of, whole_of
 from pipefit.run.stage_record import Deferred, Record
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
@@ -26,10 +27,12 @@ class _ExpertLinear(torch.autograd.Function):
     """y_p = x_p W_e^T for every pair p of expert e: x (N, I) sorted by expert, weight (E, O, I), ends (E,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, ends: Any, record: Record, layer: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, leaf: Any, weight: Any, ends: Any, record: Record, layer: int
+    ) -> torch.Tensor:
         ctx.weight, ctx.ends, ctx.record, ctx.layer = weight, ends, record, layer
         ctx.save_for_backward(x if weight.requires_grad else None)
-        return expert_product(x, weight.transpose(1, 2), ends)
+        return expert_product(x, whole_of(weight).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -40,8 +43,8 @@ class _ExpertLinear(torch.autograd.Function):
                 accumulate_experts(weight, ctx.ends, x, dy)
             else:
                 deferred.append(Deferred(ctx.layer, accumulate_experts, (weight, ctx.ends, x.detach(), dy)))
-        dx = expert_product(dy, weight, ctx.ends) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+        dx = expert_product(dy, whole_of(weight), ctx.ends) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -83,15 +86,33 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, ends: Any) -> torch.Te
 
 def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
     """Add dy_e^T x_e of every expert to the weight's buffer (E, O, I)."""
-    buffer = weight.main_grad
-    if isinstance(ends, torch.Tensor):
-        buffer.add_(functional.grouped_mm(dy.t(), x, offs=ends))
-        return
-    start = 0
-    for expert, stop in enumerate(ends):
-        if stop > start:
-            add_product(buffer[expert], dy[start:stop].t(), x[start:stop])
-        start = stop
+
+    def add(buffer: torch.Tensor) -> None:
+        if isinstance(ends, torch.Tensor):
+            buffer.add_(functional.grouped_mm(dy.t(), x, offs=ends))
+            return
+        start = 0
+        for expert, stop in enumerate(ends):
+            if stop > start:
+                add_product(buffer[expert], dy[start:stop].t(), x[start:stop])
+            start = stop
+
+    add_gradient(weight, add)
+
+
+def linear(x: torch.Tensor, weight: Any, record: Record, layer: int) -> Any:
+    """x weight^T, also with a weight that is stored split."""
+    if isinstance(weight, Unsharded):
+        return _GatheredLinear.apply(x, weight.parameter, None, weight, None, record, layer)
+    return _Linear.apply(x, weight, None, record, layer)
+
+
+def run_experts(
+    x: torch.Tensor, gate_up: Any, down: Any, activation: Any, ends: Any, record: Record, layer: int
+) -> Any:
+    """The experts on their pairs, x (N, D) sorted by expert."""
+    inner: Any = _ExpertLinear.apply(x, leaf_of(gate_up), gate_up, ends, record, layer)
+    return _ExpertLinear.apply(_Gate.apply(inner, activation), leaf_of(down), down, ends, record, layer)
 
 
 def build(operator: Operator, context: Context) -> Step:
@@ -101,20 +122,29 @@ def build(operator: Operator, context: Context) -> Step:
     layer = context.layer
     wide = torch.promote_types(context.dtype, torch.float32)
     numbers = torch.arange(experts, device=context.device)
+    first = operator.attributes.get("first")
+
+    def own_pairs(ends: Sequence[int], down: Any) -> tuple[slice, list[int]]:
+        """The pairs of the experts that are here, and where those of each end among them."""
+        start = ends[first - 1] if first else 0
+        mine = ends[first : first + down.shape[0]]
+        return slice(start, mine[-1]), [end - start for end in mine]
 
     def moe(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        logits: Any = _Linear.apply(flat, router, None, record, layer)
+        logits = linear(flat, router, record, layer)
         weights, chosen = torch.softmax(logits, -1, dtype=wide).topk(top, -1)
         if normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         chosen, order = chosen.reshape(-1).sort(stable=True)
         ends: Any = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
-        if counts_on_host(x):
+        if first is not None or counts_on_host(x):
             ends = ends.tolist()
+        if first is not None:
+            pairs, ends = own_pairs(ends, down)
+            order = order[pairs]
         token = order // top
-        inner: Any = _ExpertLinear.apply(flat[token], gate_up, ends, record, layer)
-        out: Any = _ExpertLinear.apply(_Gate.apply(inner, activation), down, ends, record, layer)
+        out = run_experts(flat[token], gate_up, down, activation, ends, record, layer)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(flat).index_add(0, token, out).view(x.shape)
 

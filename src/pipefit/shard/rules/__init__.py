@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -49,10 +49,20 @@ class Labelled:
     "Sets of inputs in which the output is linear together: partial sums in all of a set, the rest whole, give a P."
     kinds: Mapping[str, str] = field(default_factory=dict)
     "Labels along which parts must know of each other -> the kind of operator that computes a part and talks inside."
+    joint: Mapping[str, tuple[tuple[Labels | None, ...], tuple[Labels, ...]]] = field(default_factory=dict)
+    "Labels with tables of their own (inputs, outputs), where dimensions are split together that are not one: tokens"
+    " and experts. Each is cut in its own units; the last input's are the program's."
     local: Callable[[Mapping[str, Any], Shape, Cut], Mapping[str, Any]] | None = None
     "(attributes, local shape of output 0, its cut) -> attributes on one device, where they name sizes or places."
     addend: Callable[[Mapping[str, Any], Cut], Mapping[str, Any]] | None = None
     "The same where the output is a partial sum: (attributes, cut of the first input that is split)."
+
+    def along(self, label: str | None) -> Labelled:
+        """The table that counts where this label is split."""
+        if label is None or label not in self.joint:
+            return self
+        inputs, outputs = self.joint[label]
+        return replace(self, inputs=inputs, outputs=outputs, local=None, addend=None)
 
 
 Rule = Callable[[Operator, tuple[Shape | None, ...], tuple[Shape, ...]], Labelled]

@@ -1,14 +1,43 @@
-"""moe: by rows or tokens, with all experts everywhere: no token is dropped, so tokens do not see each other."""
+"""moe: by rows or tokens, as no token is dropped and tokens do not see each other; or by experts.
+
+By experts in two ways: every device computes its own experts for all tokens, an addend of the result (tokens gathered
+before, sums scattered after); or every device has its tokens and its experts, and sends tokens to their experts and
+back (`moe_shard`: GShard, Lepikhin et al., 2020). The second moves top_k / devices of what the first does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, leading, whole
+from pipefit.shard.rules import Cut, Labelled, Labels, leading, whole
 
 
 def moe(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    labels = leading(len(outputs[0]))
-    return Labelled(inputs=(labels, *map(whole, inputs[1:])), outputs=(labels,), units={})
+    x, router = inputs[:2]
+    assert x is not None
+    labels = leading(len(x))
+    experts = ("experts", None, None)
+    joint = {}
+    for dim, size in enumerate(x[:2]):
+        if size == ("B", "T")[dim]:
+            own = f"experts{dim}"
+            tokens: Labels = tuple(own if place == dim else None for place in range(len(x)))
+            joint[own] = (tokens, whole(router), (own, None, None), (own, None, None)), (tokens,)
+    return Labelled(
+        inputs=(labels, whole(router), experts, experts),
+        outputs=(labels,),
+        units={},
+        kinds=dict.fromkeys(joint, "moe_shard"),
+        joint=joint,
+        addend=own_experts,
+    )
+
+
+def own_experts(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+    """The attribute `first`: the first expert whose weights this device holds."""
+    return {**attributes, "first": cut.start}
 
 
 RULES = {"moe": moe}
