@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
-from pipefit.model.capture import MODULE, _export_reason, _fold, _on_meta, _quiet
+from pipefit.model.capture_export import MODULE, export_reason, fold, on_meta, quiet
 from pipefit.model.convert import Emitter, Unconvertible, convert
 from pipefit.model.cut_layers import cut_layers
 from pipefit.model.example import Example
@@ -126,14 +126,14 @@ def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Te
     import torch
 
     compute = getattr(torch, dtype)
-    whole = _whole_module(example, _on_meta(example.module, compute).train(), names)
+    whole = _whole_module(example, on_meta(example.module, compute).train(), names)
     buffers = {f"model.{n}": b for n, b in example.module.named_buffers() if b.device.type != "meta"}
     values = tuple(
         torch.empty(t.shape, dtype=compute if t.is_floating_point() else t.dtype, device="meta") for t in tensors
     )
     rows = torch.export.Dim("B", min=2, max=1 << 24)
     try:
-        with _quiet():
+        with quiet():
             program = torch.export.export(
                 whole, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
             )
@@ -142,7 +142,7 @@ def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Te
     except ModelError:
         raise
     except Exception as error:  # whatever user code raises under export
-        raise Unconvertible(_export_reason(error, example.module)) from error
+        raise Unconvertible(export_reason(error, example.module)) from error
     if program.graph_signature.buffers_to_mutate:
         changed = next(iter(program.graph_signature.buffers_to_mutate.values()))
         raise Unconvertible(f"it changes the buffer {changed.removeprefix('model.')} in its forward")
@@ -244,7 +244,7 @@ def _walk(emitter: Emitter, owner: Any, nodes: Sequence[Any]) -> None:
     for node in nodes:
         if str(node.target).startswith("wrap_with_"):
             _inside(emitter, owner, node)
-        elif not _fold(emitter, node):
+        elif not fold(emitter, node):
             convert(emitter, node, emitter.source)
 
 

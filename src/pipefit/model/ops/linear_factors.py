@@ -1,0 +1,90 @@
+"""linear_factors: a linear layer of which every device computes its rows or tokens, and all of the weight's gradient.
+
+The two factors of the gradient, x and the gradient of the output, are gathered in every microbatch, and every device
+multiplies all of them: so the gradient is the same everywhere, and needs no reduction. It pays for wide layers with few
+rows (sufficient-factor broadcasting: Xie et al., 2016; Poseidon, Zhang et al., 2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipefit.model.graph import Graph, Operator, Shape, size_value
+from pipefit.model.ops.exchange import lowering_of
+from pipefit.model.ops.kind import Call, Flops, OperatorKind, Talk
+
+KIND = "linear_factors"
+
+
+def reduced_nowhere(graph: Graph) -> frozenset[str]:
+    """The parameters of one device's graph whose gradients every device of the shard axis computes whole."""
+    users = [operator for operator in graph.operators if operator.kind == KIND]
+    return frozenset(name for operator in users for name in operator.inputs[1:] if name)
+
+
+def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    x, weight = inputs[0], inputs[1]
+    assert x is not None and weight is not None
+    return ((*x[:-1], weight[0]),)
+
+
+def _times(call: Call) -> float:
+    """The whole of the split dimension over this device's part of it."""
+    x, dim = call.inputs[0], call.attributes["dim"]
+    assert x is not None
+    return size_value(call.attributes["whole"], call.symbols) / max(1, x[dim])
+
+
+def _flops(call: Call) -> Flops:
+    x, weight = call.inputs[0], call.inputs[1]
+    assert x is not None and weight is not None
+    product = 2 * math.prod(x) * weight[0]
+    return Flops(product, product, round(product * _times(call)))
+
+
+def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+    return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
+
+
+def _factors_bytes(call: Call) -> int:
+    """Both factors, whole."""
+    x = call.inputs[0]
+    assert x is not None
+    return round((math.prod(x) + math.prod(call.outputs[0])) * _times(call)) * call.compute_bytes
+
+
+def _widened_bytes(call: Call) -> int:
+    return _factors_bytes(call) // call.compute_bytes * call.wide_bytes
+
+
+def _talks(call: Call) -> Talk:
+    x = call.inputs[0]
+    assert x is not None
+    how, other = lowering_of(Operator(kind=KIND, inputs=(), outputs=(), attributes=call.attributes))
+    units = (size_value(call.attributes["whole"], call.symbols),)
+    sizes = (math.prod(x) * _times(call), math.prod(call.outputs[0]) * _times(call))
+    gathers = zip(sizes, (how, other), strict=True)
+    return Talk(input_gradient=tuple(("all_gather", size * call.compute_bytes, way, units) for size, way in gathers))
+
+
+OPERATORS = (
+    OperatorKind(
+        kind=KIND,
+        summary="linear on a part of the rows or tokens; the factors of the weight's gradient are gathered.",
+        inputs=("x", "weight", "bias?"),
+        attributes={"dim": "the dimension of x that is split", "whole": "its size over all devices"},
+        shapes=_shapes,
+        flops=_flops,
+        saves=_saves,
+        talks=_talks,
+        pending_values=(0,),
+        pending_gradients=True,
+        backward_extra=_factors_bytes,
+        deferred_extra=_factors_bytes,
+        widened_bytes=_widened_bytes,
+        boundary=True,
+        heavy=True,
+    ),
+)
