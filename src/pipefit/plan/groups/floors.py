@@ -14,7 +14,7 @@ from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
 from pipefit.model.graph import element_count
 from pipefit.plan.build import Workbench
-from pipefit.plan.groups.layouts import Devices, Layout
+from pipefit.plan.groups.layouts import FEW, Devices, Layout
 from pipefit.plan.types import Job, Recompute
 
 FILLING = 1 / 3
@@ -27,6 +27,9 @@ class GroupFloors:
     def __init__(self, bench: Workbench, job: Job) -> None:
         self.bench, self.job = bench, job
         self._groups: dict[object, float] = {}
+        self._alike: dict[tuple[Devices, ...], object] = {}
+        self._distinct: dict[Layout, list[tuple[tuple[Devices, ...], int]]] = {}
+        "Of a layout the lanes that differ, with how many there are."
         self._times = {way: bench.cutter.row_time(job, way) for way in ("none", "selective", "full")}
         layers = bench.module.layers
         self._layers = Counter(layer.graph for layer in layers)
@@ -37,15 +40,32 @@ class GroupFloors:
 
     def group_s(self, lane: tuple[Devices, ...], rows: int, microbatches: int, recompute: Recompute = "none") -> float:
         """All layers of a microbatch on the slowest group of a lane."""
-        key = (lane, rows, microbatches, recompute)
+        key = (self.alike(lane), rows, microbatches, recompute)
         if key not in self._groups:
             slowest = max(1 / sum(1 / self.whole_s(device, rows, recompute) for device in group) for group in lane)
             self._groups[key] = slowest + (self._moved_s(lane, rows, microbatches) if len(lane[0]) > 1 else 0.0)
         return self._groups[key]
 
+    def alike(self, lane: tuple[Devices, ...]) -> object:
+        """Equal for lanes that floors do not tell apart: on many devices, those with as many groups of the same kinds,
+        each on as many hosts."""
+        if lane not in self._alike:
+            key: object = lane
+            if self.bench.network.devices > FEW:
+                network, kind = self.bench.network, self.bench.cutter.fleet.kind
+                each = {(tuple(kind[list(g)].tolist()), len({network.host[device] for device in g})) for g in lane}
+                key = (len(lane), frozenset(each))
+            self._alike[lane] = key
+        return self._alike[lane]
+
     def lane_s(self, layout: Layout, rows: int, microbatches: int, recompute: Recompute = "none") -> float:
         """The busiest lane of a microbatch, were layers divided as the groups are fast."""
-        return 1 / sum(1 / self.group_s(lane, rows, microbatches, recompute) for lane in layout.lanes)
+        if layout not in self._distinct:
+            counts = Counter(map(self.alike, layout.lanes))
+            first = {self.alike(lane): lane for lane in layout.lanes}
+            self._distinct[layout] = [(first[key], count) for key, count in counts.items()]
+        every = self._distinct[layout]
+        return 1 / sum(count / self.group_s(lane, rows, microbatches, recompute) for lane, count in every)
 
     def has_room(self, layout: Layout, zero1: bool) -> bool:
         """Whether all that stays fits in the memory of one replica's devices, were it divided perfectly."""

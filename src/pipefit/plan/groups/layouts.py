@@ -26,6 +26,9 @@ WIDE = 64
 BLOCKS = (2, 4, 8, 16)
 """Sizes of groups inside hosts on many devices."""
 
+LANES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
+"""Lanes of blocks on many devices."""
+
 Devices = tuple[int, ...]
 
 
@@ -100,7 +103,7 @@ def _blocks(network: Network, batch: int, most_lanes: int) -> Iterator[Layout]:
     sizes = [network.host.count(host) for host in {*network.host}]
     for size in sorted({*(size for size in BLOCKS if size <= max(sizes)), *({*sizes} if len({*sizes}) == 1 else ())}):
         for groups in _block_orders(network, size):
-            for lanes in range(1, min(len(groups), most_lanes) + 1):
+            for lanes in (lanes for lanes in LANES if lanes <= min(len(groups), most_lanes)):
                 replicas = max(r for r in range(1, min(len(groups) // lanes, batch) + 1) if batch % r == 0)
                 for inner in ("replica", "stage")[: 1 + (lanes > 1 and replicas > 1)]:
                     yield Layout(tuple(_grid(groups, lanes, replicas, inner)))

@@ -15,14 +15,15 @@ from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, Form, gathered
 from pipefit.plan.build import Workbench
-from pipefit.plan.groups.layouts import Devices
+from pipefit.plan.groups.layouts import FEW, Devices
 from pipefit.plan.searched import setting_of
 from pipefit.plan.types import Job
 from pipefit.shard.chain import Chains
 from pipefit.shard.synthesize import Synthesized, leanest
 
 STREAMS: tuple[Form, ...] = (IDENTITY, gathered(0), gathered(1), gathered(2))
-"""Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features."""
+"""Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features; the last one, which heads
+mostly rule out, on few devices only."""
 
 SIZES = (4096.0, 2.0**20, 2.0**28)
 """Bytes at which collectives are compared to tell whether groups are alike."""
@@ -62,10 +63,6 @@ class Oracle:
         """How many groups that differ were searched for."""
         return len(self._known)
 
-    def known(self, ask: Ask) -> bool:
-        """Whether the answer is there already."""
-        return self._key(ask) in self._known
-
     def best(self, ask: Ask) -> Synthesized | None:
         """The cheapest programs and shares of all layers; None where there are none."""
         return self._answer(ask).best
@@ -75,11 +72,11 @@ class Oracle:
         answer = self._answer(ask)
         if answer.best is None:
             return {}
-        for form in STREAMS:
+        for form in STREAMS if self.bench.network.devices <= FEW else STREAMS[:3]:
             if form not in answer.forms:
-                answer.chains.streams = (form,)
+                free, answer.chains.streams = answer.chains.streams, (form,)
                 answer.forms[form] = self._leanest(answer.chains, answer.best.shares)
-                answer.chains.streams = ()
+                answer.chains.streams = free
         return {form: found for form, found in answer.forms.items() if found is not None}
 
     def _answer(self, ask: Ask) -> _Known:
@@ -99,6 +96,8 @@ class Oracle:
                 beside=ask.lane[1:],
             )
             chains = Chains(bench.model, setting, tied_whole=ask.tied_whole)
+            if bench.network.devices > FEW:
+                chains.streams = STREAMS[:3]
             alike = len(setting.distinct) == 1
             shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
             self._known[key] = _Known(chains, self._leanest(chains, shares))

@@ -9,7 +9,7 @@ families, and fitted ones. How much is looked at is counted, so the plan is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.fitting import FIT, HOPE, choices, fit_layout, tables_of
 from pipefit.plan.groups.floors import GroupFloors, step_floor_s, step_guess_s
 from pipefit.plan.groups.forms import Held, alone, cheapest_forms
-from pipefit.plan.groups.layouts import Layout, layouts
+from pipefit.plan.groups.layouts import FEW, Devices, Layout, layouts
 from pipefit.plan.groups.oracle import Ask, Oracle
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE, _Search
@@ -34,17 +34,20 @@ from pipefit.schedule.families import FAMILIES
 from pipefit.shard.synthesize import Synthesized
 from pipefit.units import format_seconds
 
-HOPES = 256
-"""Layouts, each with a number of microbatches, that are considered further by their floors."""
+PROGRAMS = (24, 4)
+"""Groups that differ, or are asked for different things, whose programs are searched: on few devices, and on many."""
 
-PROGRAMS = 24
-"""Groups that differ, or are asked for different things, whose programs are searched."""
+ALIKE = 0.95
+"""What programs of a group cost against their floor is taken to be so much for other rows and microbatches of it."""
 
 LOOKS = 12
 """Layouts that are cut and simulated."""
 
 ACTIONS = 6_000
-"""Actions of all that is simulated after the first."""
+"""Actions of what is simulated, after which no more is."""
+
+PATIENCE = 4
+"""So many times more of them as long as nothing fits."""
 
 BEST = 2
 """Layouts that get the orders of other families and fitted ones."""
@@ -110,6 +113,8 @@ class _Looker:
         self.searcher = _Search(bench, job, pins, 1, None)
         self.looked = 0
         self.spent = 0
+        self.over: dict[object, float] = {}
+        "What programs cost against their floor, by groups that are alike."
         self.tied = _tied(bench)
         self.divisors = [count for count in range(1, job.batch + 1) if job.batch % count == 0]
 
@@ -123,7 +128,7 @@ class _Looker:
         guessed = sorted(self.searched(hopes), key=lambda hope: hope.step_s)
         made: list[Evaluated] = []
         for hope in guessed[:LOOKS]:
-            if made and self.spent > ACTIONS:
+            if self.spent > (ACTIONS if self.best_s < float("inf") else PATIENCE * ACTIONS):
                 break
             if hope.step_s > self.best_s * (1 + HOPE):
                 break
@@ -167,22 +172,42 @@ class _Looker:
     def searched(self, hopes: Sequence[_Hope]) -> Iterator[_Hope]:
         """Those that may still win when their programs are known, with what 1F1B would take; the most promising ones,
         until enough programs were searched."""
-        for hope in hopes[:HOPES]:
-            asks = self.asks(hope)
-            new = sum(not self.oracle.known(ask) for ask in asks if ask is not None)
-            if self.oracle.searched + new > PROGRAMS:
+        most = PROGRAMS[self.bench.network.devices > FEW]
+        for hope in hopes:
+            lanes, count = len(hope.layout.lanes), hope.microbatches
+            expected_s = self.lane_s(hope, self.expected)
+            if step_floor_s(expected_s, lanes, count) >= self.best_s * (1 - TIE):
                 continue
-            rows = self.job.batch // hope.microbatches // hope.layout.replicas
-            rates = []
-            for lane, ask in zip(hope.layout.lanes, asks, strict=True):
-                best = self.oracle.best(ask) if ask is not None else None
-                cost_s = self.floors.group_s(lane, rows, hope.microbatches) if ask is None else float("inf")
-                rates.append(1 / (best.cost_s if best is not None else cost_s))
-            if not all(rates):
-                continue
-            lane_s, lanes = 1 / sum(rates), len(rates)
-            if step_floor_s(lane_s, lanes, hope.microbatches) < self.best_s * (1 - TIE):
-                yield replace(hope, step_s=step_guess_s(lane_s, lanes, hope.microbatches))
+            if self.oracle.searched >= most:
+                return
+            lane_s = self.lane_s(hope, self.known)
+            if step_floor_s(lane_s, lanes, count) < self.best_s * (1 - TIE):
+                yield replace(hope, step_s=step_guess_s(lane_s, lanes, count))
+
+    def lane_s(self, hope: _Hope, cost_s: Callable[[tuple[Devices, ...], Ask | None, float], float]) -> float:
+        """The busiest lane of a microbatch, where lanes cost what is said, given what is asked and the floor."""
+        rows = self.job.batch // hope.microbatches // hope.layout.replicas
+        total, known = 0.0, dict[object, float]()
+        for lane, ask in zip(hope.layout.lanes, self.asks(hope), strict=True):
+            key = self.floors.alike(lane)
+            if key not in known:
+                known[key] = cost_s(lane, ask, self.floors.group_s(lane, rows, hope.microbatches))
+            total += 1 / known[key]
+        return 1 / total if total else float("inf")
+
+    def expected(self, lane: tuple[Devices, ...], ask: Ask | None, floor_s: float) -> float:
+        """What the lane's programs likely cost, by what others of its groups do."""
+        return floor_s * (1.0 if ask is None else self.over.get(self.floors.alike(lane), 1.0))
+
+    def known(self, lane: tuple[Devices, ...], ask: Ask | None, floor_s: float) -> float:
+        """What the lane's programs cost, searched if they have to be."""
+        if ask is None:
+            return floor_s
+        best = self.oracle.best(ask)
+        cost_s = best.cost_s if best is not None else float("inf")
+        key = self.floors.alike(lane)
+        self.over[key] = min(self.over.get(key, float("inf")), max(1.0, ALIKE * cost_s / floor_s))
+        return cost_s
 
     def asks(self, hope: _Hope) -> list[Ask | None]:
         """What is asked for every lane; None for devices alone."""
