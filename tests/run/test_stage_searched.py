@@ -7,6 +7,7 @@ another, every lowering of uneven parts. Loss and every gradient in float64, 1e-
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -156,3 +157,33 @@ def test_experts_of_two_and_four_devices():
     assert any(word.startswith("down.weight:G0>I") for word in words)
     assert run_processes(check_recipes, 2, two) == [9] * 2
     assert run_processes(check_recipes, 4, four) == [4] * 4
+
+
+SPLIT_QUERIES = "G1>G1 d1 d1 g1 positions:I>G1 d1 d1 g1 d1 d1 g1 t3:G1>I t6:G1>I t8:G1>I d1 g1 d1 d1 d1 d1 d1 d1 d1 d1 d1"
+"""The toy block by tokens: everyone's queries, and all keys and values."""
+
+
+def check_split_queries(group, rank, cases):
+    """Loss and gradients of the toy model with queries split, uncut or in slices, against one device."""
+    for shares, recompute, mode, window, lengths in cases:
+        layers = toy_layers(1, window=window)
+        single = StageProgram(layers, dtype=torch.float64)
+        fill(single)
+        feeds = [toy_feed(2, 13, seed=1), toy_feed(1, 13, seed=2)]
+        wanted_loss, wanted = plain_gradients(single, feeds, 31, blocks=1, window=window)
+        recipes = ["I>G1 tokens:I>G1 d1", SPLIT_QUERIES, "G1>G1 d1 d1", "G1>I labels:I>G1 d1"]
+        programs = [write(layer.graph, shares, parse_recipe(text)) for layer, text in zip(layers, recipes, strict=True)]
+        whole = {name: p.data for name, p in single.parameters.items()}
+        loss, found = programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 31, lengths)
+        assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss)
+        assert_close(found, wanted, EXACT)
+    return len(cases)
+
+
+def test_queries_split_over_devices_see_the_right_keys():
+    """In slices and windows, with an order of keys that is not the devices'."""
+    how = ("none", "B"), ("selective", "IW"), ("full", "B")
+    ways = list(itertools.product((None, 4), (None, [13], [4, 6, 3]), how))
+    for count, shares in ((2, (2, 1)), (3, (1, 3, 1))):
+        todo = [(shares, *way, window, lengths) for window, lengths, way in ways]
+        assert run_processes(check_split_queries, count, todo) == [len(todo)] * count

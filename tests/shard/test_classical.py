@@ -53,6 +53,21 @@ def test_a_large_vocabulary_makes_the_loss_vocabulary_parallel():
     assert "cross_entropy" in [operator.kind for operator in small["loss"].graphs[0].operators]
 
 
+def test_one_row_and_many_microbatches_make_context_parallelism():
+    """Two devices, one long row, gradients reduced once in a thousand microbatches: everything is split by tokens, and
+    only keys and values are gathered (half as many as queries here)."""
+    where = setting(rows=1, tokens=256, bytes_per_s=1e8, latency_s=0.0, microbatches=1000)
+    program = programs_of(with_vocabulary(64), where, (3, 2))["layers.0"]
+    assert {str(form) for form in program.parameter_forms.values()} == {"I"}
+    assert str(program.input_form) == str(program.output_form) == "G1"
+    operators = program.graphs[1].operators
+    place, attention = next((i, each) for i, each in enumerate(operators) if each.kind == "attention")
+    gathered = [each.outputs[0] for each in operators[:place] if each.kind == "all_gather"]
+    assert [name.partition(".")[0] for name in attention.inputs[1:]] == [name.partition(".")[0] for name in gathered]
+    assert set(gathered) == set(attention.inputs[1:])
+    assert not [each.kind for each in operators[place:] if each.kind in ("all_gather", "reduce_scatter", "all_reduce")]
+
+
 EXPERTS, INNER = 12, 64
 
 

@@ -17,11 +17,16 @@ from pipefit.run.stage_record import Record
 
 
 class Sight:
-    """What the queries q (B, T, H, K) at places first, first + 1, ... see. `window`: so many last keys; None: all."""
+    """What the queries q (B, T, H, K) at places first, first + 1, ... see. `window`: so many last keys; None: all.
+    `part`: of the slice's tokens, those that have queries here."""
 
-    def __init__(self, record: Record, first: int, q: torch.Tensor, window: int | None, shard: Any = None) -> None:
+    def __init__(
+        self, record: Record, first: int, q: torch.Tensor, window: int | None, shard: Any, part: tuple[int, int]
+    ) -> None:
         self.first, self.count, self.window = first, q.shape[1], window
         self.documents = record.feed.documents
+        if self.documents is not None:
+            self.documents = self.documents[:, slice(*part)]
         if self.documents is not None and self.documents.shape[0] != q.shape[0]:  # rows split over the shards
             start, stop = shard.runs(self.documents.shape[0])[shard.position]
             self.documents = self.documents[start:stop]

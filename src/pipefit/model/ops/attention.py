@@ -81,6 +81,7 @@ OPERATORS = (
             "causal": "query i sees keys j <= i (counted over the whole sequence)",
             "scale": "factor of the scores",
             "window": "null, or the number of last keys that a query sees, itself included: i - window < j <= i",
+            "cut": "of queries that are split along tokens: [1, the first one's place (-1: by shares), all tokens]",
         },
         shapes=same_shape,
         flops=_flops,

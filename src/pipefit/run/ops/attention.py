@@ -1,4 +1,4 @@
-"""attention(q, k, v) {causal, scale, window}: scaled dot products over grouped heads, also over earlier slices.
+"""attention(q, k, v) {causal, scale, window, cut}: scaled dot products over grouped heads, also over earlier slices.
 
 q (B, T, H, K), k and v (B, T, G, K), H a multiple of G; result (B, T, H, K). A sequence may come in slices: a slice
 attends to its own keys and values and to those of the slices before it, chunk by chunk as they are: results are
@@ -6,10 +6,14 @@ merged by their log-sum-exps, and the backward goes over the same chunks with th
 Attention, Liu et al., 2023). Nothing is joined, and what earlier slices have kept for their own backward is all that
 later ones read. Slices run backward in reverse order; a slice's backward adds what it owes to the keys and values of
 earlier slices into `Past`, in float32 or wider, and picks up what later slices left for its own.
+
+Where a shard program splits queries along tokens (`cut`), a device has the queries of a part of the slice and the keys
+of all of it: those in front of its part are one more earlier run, those behind it are not seen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +27,28 @@ from pipefit.run.stage_record import Record
 
 
 class Sees(NamedTuple):
-    """How an operator attends: the factor of the scores, so many last keys (None: all), the stage's shards."""
+    """How an operator attends: the factor of the scores, so many last keys (None: all), the stage's shards, and where
+    the first query stands among the slice's tokens (None: at the shard's part of them)."""
 
     scale: float
     window: int | None
     shard: Any
+    first: int | None = 0
+
+    def part(self, queries: int, tokens: int) -> tuple[int, int]:
+        """The tokens of a slice that have queries here."""
+        first = self.shard.runs(tokens)[self.shard.position][0] if self.first is None else self.first
+        return first, first + queries
+
+
+class KeyRun(NamedTuple):
+    """Keys that queries attend to at once: of a slice, those from `start` to `stop`; with their mask."""
+
+    slice_: int
+    start: int
+    stop: int
+    causal: bool
+    mask: torch.Tensor | None
 
 
 class Past:
@@ -102,20 +123,41 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+def key_runs(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> Iterator[KeyRun]:
+    """The runs of keys that the queries see: beside themselves, in front of them in their slice, in earlier slices."""
+    place = past.first(record.slice)
+    first, end = sees.part(q.shape[1], past.chunks[record.slice][0].shape[1])
+    sight = Sight(record, place + first, q, sees.window, sees.shard, (first, end))
+    mask = sight.of_own()
+    yield KeyRun(record.slice, first, end, mask is None, mask)
+    stop = sight.first
+    lengths = [first, *(past.chunks[index][0].shape[1] for index in range(record.slice - 1, -1, -1))]
+    for back, length in enumerate(lengths):
+        mask_ = sight.of_earlier(stop - length, stop) if length else None
+        stop -= length
+        if mask_ == "nothing":
+            return
+        if length:
+            yield KeyRun(record.slice - back, 0, length, False, mask_)
+
+
+def keys_of(past: Past, run: KeyRun) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a run."""
+    k, v = past.chunks[run.slice_]
+    if run.stop - run.start < k.shape[1]:
+        k, v = k[:, run.start : run.stop], v[:, run.start : run.stop]
+    return k, v
+
+
 def forward_over(past: Past, record: Record, q: torch.Tensor, sees: Sees) -> tuple[torch.Tensor, torch.Tensor]:
     """(result, log-sum-exp) of the slice's queries over its own chunk and those before it that they see."""
-    sight = Sight(record, past.first(record.slice), q, sees.window, sees.shard)
-    mask = sight.of_own()
-    out, lse = attend(Call(sees.scale, causal=mask is None), q, *past.chunks[record.slice], mask)
-    stop = sight.first
-    for index in range(record.slice - 1, -1, -1):
-        k, v = past.chunks[index]
-        start = stop - k.shape[1]
-        mask = sight.of_earlier(start, stop)
-        stop = start
-        if mask == "nothing":
-            break
-        more, more_lse = attend(Call(sees.scale, causal=False), q, k, v, mask)
+    if not q.shape[1]:
+        return q.clone(), q.new_empty((q.shape[0], q.shape[2], 0), dtype=wide_of(q.dtype))
+    runs = key_runs(past, record, q, sees)
+    own = next(runs)
+    out, lse = attend(Call(sees.scale, own.causal), q, *keys_of(past, own), own.mask)
+    for run in runs:
+        more, more_lse = attend(Call(sees.scale, causal=False), q, *keys_of(past, run), run.mask)
         if out.dtype != lse.dtype:
             out = out.to(lse.dtype)
         out.lerp_(more.to(lse.dtype), (more_lse - lse).sigmoid_().transpose(1, 2).unsqueeze(-1))
@@ -134,39 +176,60 @@ def backward_over(
     sees: Sees,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of the slice's q, k and v, what later slices owe it among them; earlier ones are owed theirs."""
-    sight = Sight(record, past.first(record.slice), q, sees.window, sees.shard)
-    mask = sight.of_own()
+    if not q.shape[1]:
+        return torch.zeros_like(q), *past.settle(record.slice, *map(torch.zeros_like, past.chunks[record.slice]))
+    runs = key_runs(past, record, q, sees)
+    own = next(runs)
+    dq, dk, dv = attend_back(Call(sees.scale, own.causal), dy, q, *keys_of(past, own), out, lse, own.mask)
     k, v = past.chunks[record.slice]
-    dq, dk, dv = attend_back(Call(sees.scale, causal=mask is None), dy, q, k, v, out, lse, mask)
-    dk, dv = past.settle(record.slice, dk, dv)
-    stop = sight.first
-    for index in range(record.slice - 1, -1, -1):
-        k, v = past.chunks[index]
-        start = stop - k.shape[1]
-        mask = sight.of_earlier(start, stop)
-        stop = start
-        if mask == "nothing":
-            break
-        more, dk_owed, dv_owed = attend_back(Call(sees.scale, causal=False), dy, q, k, v, out, lse, mask)
+    if own.stop - own.start < k.shape[1]:
+        dk, dv = amid_zeros(k, dk, own), amid_zeros(v, dv, own)
+    settled = False
+    for run in runs:
+        if run.slice_ != record.slice and not settled:
+            dk, dv = past.settle(record.slice, dk, dv)
+            settled = True
+        more, dk_owed, dv_owed = attend_back(
+            Call(sees.scale, causal=False), dy, q, *keys_of(past, run), out, lse, run.mask
+        )
         if dq.dtype != lse.dtype:
             dq = dq.to(lse.dtype)
         dq.add_(more)
         del more
-        past.owe(index, dk_owed, dv_owed)
+        if run.slice_ == record.slice:
+            dk[:, : run.stop].add_(dk_owed)
+            dv[:, : run.stop].add_(dv_owed)
+        else:
+            past.owe(run.slice_, dk_owed, dv_owed)
+    if not settled:
+        dk, dv = past.settle(record.slice, dk, dv)
     return dq.to(q.dtype), dk, dv
+
+
+def amid_zeros(like: torch.Tensor, part: torch.Tensor, run: KeyRun) -> torch.Tensor:
+    """The gradient of a slice's keys, of which only a run was seen so far."""
+    full = torch.zeros_like(like)
+    full[:, run.start : run.stop] = part
+    return full
 
 
 def build(operator: Operator, context: Context) -> Step:
     scale, window = float(operator.attributes["scale"]), operator.attributes.get("window")
-    sees = Sees(scale, window, context.shard)
+    dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
+    split = dim == 1
+    sees = Sees(scale, window, context.shard, None if first < 0 else first)
     causal = bool(operator.attributes.get("causal", True))
     place = (context.layer, context.operator)
 
     def attention(record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         past = Past()
+        if not q.shape[1] and record.past is None:  # keys still have gradients, of zero, which others wait for
+            return q + 0.0 * (k.sum() + v.sum())
         if record.past is not None:
             past = record.past.setdefault(place, past)
-        elif record.feed.document_bounds[1] == 0 and (window is None or window >= q.shape[1]):
+        elif (
+            not (split and causal) and record.feed.document_bounds[1] == 0 and (window is None or window >= q.shape[1])
+        ):
             return whole(q, k, v, causal, scale)
         assert causal, "only causal attention can be cut or masked"
         past.put(record.slice, k, v)

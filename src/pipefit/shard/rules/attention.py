@@ -1,16 +1,30 @@
-"""attention: by rows and by heads. A unit is one group of keys with all query heads that read it."""
+"""attention: by rows, by heads, and by queries, whose keys are whole. A unit of heads is one group of keys with all
+query heads that read it.
+
+Queries that are split along tokens must know which are their own, to see the right keys.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled
+from pipefit.shard.rules import Cut, Labelled
+from pipefit.shard.rules.dropout import place
 
 
 def attention(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     k = inputs[1]
     assert k is not None
-    labels = ("d0", None, "heads", None)
-    return Labelled(inputs=(labels, labels, labels), outputs=(labels,), units={"heads": int(k[2])})
+    keys, queries = ("d0", None, "heads", None), ("d0", "d1", "heads", None)
+    units = {"heads": int(k[2])}
+    return Labelled(inputs=(queries, keys, keys), outputs=(queries,), units=units, local=place_of_queries)
+
+
+def place_of_queries(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    """The attribute `cut`, as dropout has it, where queries are split."""
+    return place(attributes, shape, cut) if cut.dim == 1 else attributes
 
 
 RULES = {"attention": attention}
