@@ -193,3 +193,17 @@ def test_examples_are_the_published_models():
         vgg = load("vgg").vgg19()
     assert sum(p.numel() for p in vgg.module.parameters()) == 139_611_210
     assert parameter_count(capture_whole(vgg)) == 139_611_210
+
+
+def test_a_whole_model_has_one_length_and_no_slices():
+    from pipefit.errors import PlanError
+    from pipefit.plan.check_slices import check_sliceable
+    from pipefit.plan.length import check_length
+
+    moe = load("bert_moe")
+    model = capture_whole(moe.example(moe.BertMoe(20, 6, 8, 2, 1, experts=2), 6))
+    check_length(model.modules[0], model, 6, "--seq")
+    with pytest.raises(PlanError, match=r"captured whole, for rows of one length(.|\n)*7 tokens(.|\n)*6, as in"):
+        check_length(model.modules[0], model, 7, "--seq")
+    with pytest.raises(PlanError, match="captured whole cannot be cut into slices"):
+        check_sliceable(model)

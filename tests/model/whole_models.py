@@ -66,7 +66,7 @@ def gpt2() -> Example:
 
 
 def llama() -> Example:
-    return causal("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=8, **SMALL)
+    return causal("LlamaForCausalLM", "LlamaConfig", num_key_value_heads=4, **SMALL)
 
 
 def qwen3() -> Example:

@@ -39,15 +39,11 @@ def case_of(name: str):
     return model, shares, recipes, state, feed_of(model, inputs), count_of_labels(example, inputs), wanted
 
 
+FEW = ("vgg", "bert", "bert_moe", "qwen3")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "vgg",
-        "bert",
-        "bert_moe",
-        "llama",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("vit", "gpt2", "qwen3", "hugging_vit")),
-    ],
+    "name", [one if one in FEW else pytest.param(one, marks=pytest.mark.slow) for one in (*HAP, *OTHERS)]
 )
 def test_a_synthesized_model_gives_the_users_gradients(pool, name):
     case = case_of(name)

@@ -128,6 +128,15 @@ def fewest_tokens(shares: Sequence[int]) -> int:
 def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
     shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
+    if any(tensor.role == "data" or "T" not in str(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
+        yield PlanError(
+            "A model that was captured whole cannot be cut into slices: its tokens are of one number.",
+            where=where,
+            seen=", ".join(f"{tensor.name} {tensor.shape}" for tensor in graph.inputs),
+            allowed="one slice: the whole sequence",
+            next_step="leave the slices away, or give the model as a list of layers (docs/models.md)",
+        )
+        return
     for operator in graph.operators:
         if operator.kind == "opaque":
             yield from _opaque(operator, where)

@@ -29,6 +29,16 @@ def length_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
 
 def _problems(module: Module, model: Model, tokens: int, where: str) -> Iterator[PlanError]:
     for layer in module.layers:
+        for tensor in model.layer_graph(layer).inputs:
+            fixed = tensor.shape[1] if tensor.role == "tokens" and len(tensor.shape) > 1 else "T"
+            if isinstance(fixed, int) and fixed != tokens:
+                yield PlanError(
+                    "The model was captured whole, for rows of one length.",
+                    where=where,
+                    seen=f"{tokens} tokens",
+                    allowed=f"{fixed}, as in its example",
+                    next_step="give an example of that length (docs/models.md)",
+                )
         for local, rows in position_tables(model.layer_graph(layer)).items():
             if tokens > rows:
                 yield PlanError(

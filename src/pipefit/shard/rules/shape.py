@@ -20,8 +20,10 @@ def reshape(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple
     after: list[str | None] = [None] * len(y)
     units = {}
     for number, (left, right) in enumerate(factor_groups(x, y)):
-        before[left.start] = after[right.start] = f"g{number}"
-        sizes = [size for size in (x[left.start], y[right.start]) if isinstance(size, int)]
+        i = next((dim for dim in left if x[dim] != 1), left.start)  # dimensions of one may stand in front
+        j = next((dim for dim in right if y[dim] != 1), right.start)
+        before[i] = after[j] = f"g{number}"
+        sizes = [size for size in (x[i], y[j]) if isinstance(size, int)]
         if len(left) + len(right) > 2 and sizes:
             units[f"g{number}"] = min(sizes)
     return Labelled(inputs=(tuple(before),), outputs=(tuple(after),), units=units, linear=((0,),), local=local_shape)
