@@ -16,6 +16,7 @@ from tests.run.processes import run_processes
 
 from pipefit.layout import Form
 from pipefit.model.capture import capture
+from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import describe
 from pipefit.run.shard_comm import ShardContext
 from pipefit.run.stage import StageLayer, StageProgram
@@ -64,7 +65,12 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
             program.backward_weight(m, piece)
     program.evaluate({}, feeds[0])  # keeps nothing, and takes part in the same collectives on every device
     assert not program._records
-    return loss, {name: assemble(buffer, *places[name], whole[name], group, rank) for name, buffer in buffers.items()}
+    alike = {layer.parameters[name] for layer, p in zip(layers, programs, strict=True)
+             for name in reduced_nowhere(p.graphs[rank])}  # fmt: skip
+    return loss, {
+        name: buffer if name in alike else assemble(buffer, *places[name], whole[name], group, rank)
+        for name, buffer in buffers.items()
+    }
 
 
 def part(value, form: Form, stops, rank):

@@ -179,17 +179,18 @@ class Lowerings:
         if operation == "all_to_all":
             return self._exchange() if name != "grouped" else self._gathered()
         rounds = self._messages(operation, name)
+        both = name == "alltoallv" and self.network.over_gloo
         steps = sum(self._latency_s(messages) for messages, _ in rounds)
         if len(rounds) == 1:
             steps *= self.size - 1
-        return steps, Rounds(*(share * self._loads(messages) for messages, share in rounds))
+        return steps, Rounds(*(share * self._loads(messages, both) for messages, share in rounds))
 
     def _exchange(self) -> tuple[float, Rounds]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
         pairs = list(itertools.permutations(range(self.size), 2))
         load: dict[Port, Array] = defaultdict(lambda: np.zeros((self.size, self.size)))
         for i, j in pairs:
-            for port, seconds in self._ports(i, j):
+            for port, seconds in self._ports(i, j, self.network.over_gloo):
                 load[port][i, j] += seconds
         steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
         return steps, Rounds(_stack(load.values(), (self.size, self.size)))
@@ -224,19 +225,23 @@ class Lowerings:
         ends = {(i, j) for i, j, _ in messages}
         return max((self.network.link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
-    def _loads(self, messages: Iterable[Message]) -> Array:
-        """[port, position]: seconds that a byte of every position's part keeps a port busy."""
+    def _loads(self, messages: Iterable[Message], both: bool = False) -> Array:
+        """[port, position]: seconds that a byte of every position's part keeps a port busy. `both`: see `_ports`."""
         load: dict[Port, Array] = defaultdict(lambda: np.zeros(self.size))
         for i, j, part in messages:
-            for port, seconds in self._ports(i, j):
+            for port, seconds in self._ports(i, j, both):
                 load[port][part] += seconds
         return _stack(load.values(), (self.size,))
 
-    def _ports(self, i: int, j: int) -> Iterable[tuple[Port, float]]:
+    def _ports(self, i: int, j: int, both: bool = False) -> Iterable[tuple[Port, float]]:
+        """What a byte from i to j keeps busy. `both`: two ways between two devices take turns, as over gloo, where what
+        asks for a message goes behind those that are on their way (measured: benchmarks/uneven_collectives.py)."""
         for ring in self.rings:
             if max(i, j) >= len(ring):  # a smaller group beside
                 continue
             link = self.network.link(ring[i], ring[j])
+            if both:
+                yield ("pair", *sorted((ring[i], ring[j]))), 1.0 / link.bandwidth_bytes_per_s  # type: ignore[misc]
             yield from self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s)
 
 

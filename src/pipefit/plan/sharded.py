@@ -11,6 +11,7 @@ from pipefit.cost.work import ParameterCounts
 from pipefit.errors import PlanError
 from pipefit.layout import Form
 from pipefit.model.graph import Graph, Layer, Model, Module
+from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.plan.types import Stage
 from pipefit.shard.program import ShardedGraph
 
@@ -39,7 +40,7 @@ class Count:
     "Per position."
     trainable: bool
     whole: bool
-    "Whether every position stores all of it."
+    "Whether every position stores all of it, and the gradient is summed over them."
 
 
 class Programs:
@@ -133,11 +134,12 @@ def program_hash(programs: Sequence[LayerProgram]) -> str:
 
 
 def _counts(program: LayerProgram) -> Mapping[str, Count]:
+    alike = reduced_nowhere(program.graphs[0])
     return {
         spec.name: Count(
             elements=tuple(prod(graph.parameter(spec.name).shape) for graph in program.graphs),
             trainable=spec.trainable,
-            whole=program.parameters[spec.name].kind == "I",
+            whole=program.parameters[spec.name].kind == "I" and spec.name not in alike,
         )
         for spec in program.graphs[0].parameters
     }

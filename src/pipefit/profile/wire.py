@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipefit.cost.lowerings import DIRECT
 from pipefit.profile.board import Board
 from pipefit.profile.links import TINY, Outcome
 from pipefit.profile.tournament import Pair
@@ -115,6 +116,8 @@ class Wire:
         call, warm = self._collective(operation, group, members, size), True
         times: list[float] = []
         for _ in range(repeats_of(size, self.most_bytes) + 1):
+            if operation in DIRECT:
+                dist.barrier(group)  # without it ranks run ahead, and messages meet that would not in a program
             start = time.perf_counter()
             call()
             self._settle()

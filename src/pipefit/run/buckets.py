@@ -38,6 +38,8 @@ class Entry:
     "The local part; its storage moves into the bucket."
     sum_over: tuple[AxisName, ...]
     "Axes along which it is replicated, and so its gradient summed."
+    alike_over: tuple[AxisName, ...] = ()
+    "Axes along which it is replicated, and its gradient the same everywhere without a sum."
     scatter_over: tuple[AxisName, ...] = ()
     "Axes over which its optimizer state is split (ZeRO-1)."
     decays: bool = True
@@ -53,7 +55,7 @@ class Entry:
         """Entries with equal keys may share a bucket."""
         alone = self.tied or self.twin is not None
         where = (self.name,) if alone else (self.stage,)
-        return (*where, self.sum_over, self.scatter_over, self.decays, self.counted, self.tensor.dtype)
+        return (*where, self.sum_over, self.alike_over, self.scatter_over, self.decays, self.counted, self.tensor.dtype)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,8 +13,9 @@ import torch
 
 from pipefit.errors import PlanError, StalePlanError
 from pipefit.lab.pace import paced
-from pipefit.layout import Box, Group, holding, parse_form
+from pipefit.layout import AxisName, Box, Group, holding, parse_form
 from pipefit.model.graph import Model, Module, size_value
+from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
 from pipefit.plan.check_slices import document_problems, slice_problems
 from pipefit.plan.length import length_problems
@@ -252,6 +253,7 @@ def _entries(
     frozen: dict[str, Frozen] = {}
     for stage, program in programs.items():
         places = _layer_places(model, plan.stages[stage])
+        alike = _alike(model, plan.stages[stage], programs_of[stage])
         for parameter in plan.parameters:
             tensor = program.parameters.get(parameter.name)
             if tensor is None:
@@ -269,7 +271,8 @@ def _entries(
                 assert box == holding(parameter.shape, place.group, forms, place.device), parameter.name
             if tensor.requires_grad:
                 layer = places[parameter.name]
-                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place)
+                own_alike: tuple[AxisName, ...] = ("shard",) if parameter.name in alike else ()
+                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place, own_alike)
             else:
                 saves = plan.order.placement[parameter.owner] == place.lane
                 frozen[parameter.name] = (parameter.shape, box, tensor, saves)
@@ -277,13 +280,22 @@ def _entries(
 
 
 def _entry(
-    plan: Plan, parameter: Parameter, stage: int, layer: int, box: Box, tensor: torch.nn.Parameter, place: Place
+    plan: Plan,
+    parameter: Parameter,
+    stage: int,
+    layer: int,
+    box: Box,
+    tensor: torch.nn.Parameter,
+    place: Place,
+    alike: Sequence[AxisName],
 ) -> Entry:
+    """`alike`: axes along which its gradient is whole on every device."""
     axes = [axis for axis in place.group.axes if axis.size > 1]
     owner = plan.groups[plan.stages[parameter.owner].group].group()
     stored = {axis.name: form for axis, form in zip(owner.axes, parameter.stored, strict=True)}
     state = {axis.name: form for axis, form in zip(owner.axes, parameter.state, strict=True)}
     lanes = {plan.order.placement[use] for use in parameter.uses}
+    copied = [axis.name for axis in axes if stored.get(axis.name, "I") == "I"]
     return Entry(
         name=parameter.name,
         stage=stage,
@@ -291,7 +303,8 @@ def _entry(
         shape=parameter.shape,
         box=box,
         tensor=tensor,
-        sum_over=tuple(axis.name for axis in axes if stored.get(axis.name, "I") == "I"),
+        sum_over=tuple(name for name in copied if name not in alike),
+        alike_over=tuple(name for name in copied if name in alike),
         scatter_over=tuple(axis.name for axis in axes if state.get(axis.name) == "Gflat"),
         decays=len(parameter.shape) > 1,
         counted=plan.order.placement[parameter.owner] == place.lane,
@@ -315,6 +328,15 @@ def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str
                 run = (start, start + sizes[position])
                 return (*whole[: form.dim], run, *whole[form.dim + 1 :])
     raise AssertionError(f"{parameter.name} is not in the stage")
+
+
+def _alike(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> set[str]:
+    """Global names of parameters whose gradients every device of the shard axis computes whole."""
+    return {
+        layer.parameters[local]
+        for layer in _layers(model, stage)
+        for local in reduced_nowhere(programs[layer.graph].graphs[0])
+    }
 
 
 def _layer_places(model: Model, stage: Stage) -> dict[str, int]:

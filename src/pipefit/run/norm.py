@@ -19,7 +19,7 @@ from pipefit.run.optimizer import run_elements
 def counts(bucket: Bucket, group: Group, device: int) -> bool:
     """Whether this device adds the bucket (its owned part) to the global sum of squares."""
     entry = bucket.entries[0]
-    copies = [name for name in entry.sum_over if name not in entry.scatter_over]
+    copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.scatter_over]
     return entry.counted and all(group.position(device, name) == 0 for name in copies)
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 WHOLE, PARTIAL = 0, 1
 """Forms are small numbers here: I is 0, P is 1, G(d) is 2 + d."""
 
+ALIKE = 7
+"""Of a parameter: whole, and so is its gradient on every device (in the place of G(5), which no parameter has)."""
+
 BITS = 8
 """Of the state, for each value: G(5) is the last form."""
 

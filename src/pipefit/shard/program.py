@@ -349,7 +349,7 @@ class Program:
         held = self.held[outputs[0]]
         split_inputs = [name for name in inputs if name and self.held[name].form.kind == "G"]
         for position in range(len(self.shares)):
-            attributes = {**operator.attributes, **factors}
+            attributes: Mapping[str, Any] = {**operator.attributes, **factors}
             if labelled.local is not None and held.form.kind == "G":
                 attributes = labelled.local(
                     attributes, self.local_shape(outputs[0], position), self._cut(outputs[0], position)

@@ -5,8 +5,9 @@ writes the same program.
 
 First the forms in which the layer takes the hidden state and hands it on; then one word an operator, in order: the
 label that is split, `-` for whole, `+0` for partial sums that pass, `in>G1` for a label whose partial result is
-reduced at once, `d1*` for tokens of a linear layer whose factors are gathered for the weight's gradient. Words with a colon are conversions of a value, in front of what follows. What moves parts otherwise
-than padded says how behind a slash: `t0:G1>I/grouped`, `in>G1/padded+alltoallv` (forward and backward).
+reduced at once, `d1*` for a linear layer split along tokens whose factors are gathered for the weight gradient. Words
+with a colon are conversions of a value, in front of what follows. What moves parts not padded says how behind
+a slash: `t0:G1>I/grouped`, `in>G1/padded+alltoallv` (forward and backward).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def _times(call: Call) -> float:
     """The whole of the split dimension over this device's part of it."""
     x, dim = call.inputs[0], call.attributes["dim"]
     assert x is not None
-    return size_value(call.attributes["whole"], call.symbols) / max(1, x[dim])
+    return float(size_value(call.attributes["whole"], call.symbols) / max(1, x[dim]))
 
 
 def _flops(call: Call) -> Flops:

@@ -1,0 +1,65 @@
+"""linear_factors(x, weight, bias|''): `linear` on this device's rows or tokens, the weight's gradient from everyone's.
+
+The backward gathers x and the output's gradient over the shard axis and adds the whole product to the buffers, the same
+on every device: at once in a fused backward (B), or when W runs. Shapes: x (..., I), weight (O, I), bias (O,), y
+(..., O), all of x and y split along one dimension in front.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pipefit.model.graph import Operator
+from pipefit.model.ops.exchange import lowering_of
+from pipefit.run.ops import Context, Step
+from pipefit.run.ops.linear import accumulate_linear
+from pipefit.run.ops.shape import late_size
+from pipefit.run.shard_parts import gather_parts
+from pipefit.run.stage_record import Deferred, Record
+
+
+class _LinearFactors(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, record: Record, layer: int, accumulate: Any
+    ) -> torch.Tensor:
+        ctx.weight, ctx.bias, ctx.record, ctx.layer, ctx.accumulate = weight, bias, record, layer, accumulate
+        ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+        ctx.save_for_backward(x if ctx.trains else None)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        weight, bias = ctx.weight, ctx.bias
+        if ctx.trains:
+            (x,) = ctx.saved_tensors
+            deferred = ctx.record.deferred
+            if deferred is None:
+                ctx.accumulate(weight, bias, x, dy)
+            else:
+                deferred.append(Deferred(ctx.layer, ctx.accumulate, (weight, bias, x.detach(), dy)))
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None
+
+
+def build(operator: Operator, context: Context) -> Step:
+    layer, shard, dim = context.layer, context.shard, int(operator.attributes["dim"])
+    total, (how, other) = late_size(operator.attributes["whole"]), lowering_of(operator)
+    assert shard is not None, "factors are gathered in a stage without a shard axis"
+
+    def linear_factors(record: Record, x: Any, weight: Any, bias: Any) -> Any:
+        runs = shard.runs(total(record))
+
+        def accumulate(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+            whole_x = gather_parts(x, runs, dim, shard, how)
+            accumulate_linear(weight, bias, whole_x, gather_parts(dy, runs, dim, shard, other))
+
+        return _LinearFactors.apply(x, weight, bias, record, layer, accumulate)
+
+    return Step(linear_factors, wants_record=True)
+
+
+BUILDERS = {"linear_factors": build}

@@ -1,0 +1,62 @@
+"""Sufficient factors: where gathering x and dy in every microbatch beats reducing the weight gradient, where not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.run.stage_toys import HIDDEN, GraphBuilder
+from tests.shard.random_clusters import random_setting
+
+from pipefit.cost.lowerings import Lowered, Rounds
+from pipefit.layout import Form
+from pipefit.model.ops.linear_factors import reduced_nowhere
+from pipefit.shard.frontier import solve, split_along
+from pipefit.shard.pricing import priced
+from pipefit.shard.recipe import parse_recipe, recipe_of, write
+from pipefit.shard.template import chosen, held_fractions
+
+WIDE = 256
+
+
+def wide_layer(rows_are_few: bool, microbatches: int):
+    """(what the search chooses for a wide linear layer on two devices with slow links, its text) with rows split
+    before and behind it."""
+    rows = 4 if rows_are_few else 4096
+    b = GraphBuilder(replace(HIDDEN, shape=("B", "T", WIDE)))
+    graph = b.finish(b.linear("x", "wide", WIDE))
+    toy = random_setting(0)
+    bandwidth = 1e7
+
+    def collective(kind, size):
+        return size / 2 / bandwidth * (2 if kind == "all_reduce" else 1)
+
+    def lowered(kind, size):
+        once = collective(kind, size)
+        return (Lowered("padded", 0.0, once, Rounds(2 * np.eye(2))),)
+
+    setting = replace(
+        toy, kinds=(toy.kinds[0],) * 2, rows=rows, tokens=1, microbatches=microbatches, collective=collective,
+        lowered=lowered, precision="float32",
+    )  # fmt: skip
+    layer = priced(graph, setting, Form("G", 0))
+    template = replace(layer.template, wanted={layer.values.index(graph.outputs[0]): split_along(0)})
+    problem, numbers = template.at(held_fractions(template.cuts, (1, 1), template.members))
+    choice = chosen(template, numbers, solve(problem))
+    return graph, recipe_of(replace(layer, template=template), choice, Form("G", 0), Form("G", 0), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("few", "microbatches", "gathered"),
+    [(True, 1, True), (False, 1, False), (True, 1000, False)],
+    ids=["few rows", "many rows", "few rows, a thousand microbatches"],
+)
+def test_factors_are_gathered_where_that_is_less_than_a_reduction(few, microbatches, gathered):
+    """4 rows of 2 x 256 numbers against 256 x 256 of a gradient once an iteration; 4096 rows are more; and a gradient
+    that is reduced once in a thousand microbatches is less."""
+    graph, recipe = wide_layer(few, microbatches)
+    assert ("d0*" in recipe.text.split()) == gathered, recipe.text
+    assert parse_recipe(recipe.text) == recipe
+    local = write(graph, (1, 1), recipe).graphs[0]
+    assert bool(reduced_nowhere(local)) == gathered
