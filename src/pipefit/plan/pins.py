@@ -84,6 +84,7 @@ KEYS: Mapping[str, Key] = {
     ),
     "slice_multiple": Key("tokens that every slice is a multiple of, the last one's rest apart", _count),
     "placement": Key("lane of every stage, with commas", _numbers),
+    "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
     "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
 

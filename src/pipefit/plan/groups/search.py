@@ -94,7 +94,9 @@ def with_groups(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Foun
 
 
 def _applies(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
-    """Whether the pins leave room for groups, and the cluster has any."""
+    """Whether groups are asked for, the pins leave room for them, and the cluster has any."""
+    if not pins.get("groups", False):
+        return False
     if bench.network.devices < 2 or any(key in pins for key in UNFIT_PINS) or pins.get("slices", 1) != 1:
         return False
     if pins.get("mapping", "search") not in ("search", "hostname"):
