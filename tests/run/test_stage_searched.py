@@ -159,7 +159,9 @@ def test_experts_of_two_and_four_devices():
     assert run_processes(check_recipes, 4, four) == [4] * 4
 
 
-SPLIT_QUERIES = "G1>G1 d1 d1 g1 positions:I>G1 d1 d1 g1 d1 d1 g1 t3:G1>I t6:G1>I t8:G1>I d1 g1 d1 d1 d1 d1 d1 d1 d1 d1 d1"
+SPLIT_QUERIES = (
+    "G1>G1 d1 d1 g1 positions:I>G1 d1 d1 g1 d1 d1 g1 t3:G1>I t6:G1>I t8:G1>I d1 g1 d1 d1 d1 d1 d1 d1 d1 d1 d1"
+)
 """The toy block by tokens: everyone's queries, and all keys and values."""
 
 
