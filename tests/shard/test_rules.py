@@ -54,6 +54,13 @@ def test_an_operator_without_a_rule_is_named():
         labels_of(Operator(kind="fft", inputs=("x",), outputs=("y",)), (("B",),), (("B",),))
 
 
+def test_a_result_of_given_size_is_whole():
+    attributes = {"target": "aten.new_full.default", "arguments": [{"input": 0}, [{"size": "B"}, 6], 3.0],
+                  "keywords": {}, "result": None, "shape": ["B", 6], "dtype": "compute"}  # fmt: skip
+    operator = Operator(kind="aten", inputs=("x",), outputs=("y",), attributes=attributes)
+    assert labels_of(operator, (("B", 6),), (("B", 6),)).outputs == ((None, None),)
+
+
 def numbers(shape):
     return [SYMBOLS.get(size, size) for size in shape]
 

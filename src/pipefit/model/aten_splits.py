@@ -65,9 +65,18 @@ def _images(spatial: int) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Sha
 
 
 def _pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
-    """What is not padded."""
-    labels = tuple(f"d{i}" if size == out[i] else None for i, size in enumerate(inputs[0]))
+    """What is not padded: widths come in pairs, those of the last dimension first. One more in front and one less
+    behind keeps the length and moves all elements."""
+    widths = attributes["arguments"][1]
+    still = [widths[place : place + 2] == [0, 0] for place in range(0, len(widths), 2)]
+    still = [*[True] * (len(out) - len(still)), *reversed(still)]
+    labels = tuple(f"d{i}" if stays else None for i, stays in enumerate(still))
     return (labels,), labels
+
+
+def _by_size(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+    """A result whose sizes are arguments: whole, whatever becomes of the value that says its type."""
+    return tuple((None,) * len(shape) for shape in inputs), (None,) * len(out)
 
 
 def _one_more(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
@@ -80,7 +89,7 @@ _POINTWISE = """
     abs add addcmul atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos cosh detach div elu
     eq erf erfc exp expm1 floor floor_divide fmod full_like ge gt hardsigmoid hardswish hardtanh isinf isnan le
     leaky_relu lerp log log10 log1p log2 log_sigmoid logical_and logical_not logical_or logical_xor lt masked_fill
-    maximum minimum mish mul ne neg new_full ones_like pow reciprocal relu relu6 remainder round rsqrt rsub selu
+    maximum minimum mish mul ne neg ones_like pow reciprocal relu relu6 remainder round rsqrt rsub selu
     sigmoid sign silu sin sinh softplus sqrt square sub tan tanh threshold to trunc type_as where xlogy zeros_like
 """
 
@@ -92,6 +101,7 @@ _TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Spl
     "aten.sort": _along(1, -1),
     "aten.topk": _along(2, -1),
     "aten.one_hot": _one_more,
+    **{f"aten.new_{name}": _by_size for name in ("full", "ones", "zeros")},
     "aten.pad": _pad,
     "aten.constant_pad_nd": _pad,
     **{f"aten.{name}{n}d": _images(n) for name in ("max_pool", "avg_pool", "adaptive_avg_pool") for n in (1, 2, 3)},

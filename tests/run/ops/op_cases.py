@@ -347,6 +347,11 @@ CASES: list[OpCase] = [
     _aten_case("sin.default", lambda x: torch.cos(x - math.pi / 2)),
     _aten_case("logsumexp.default", lambda x: x.exp().sum(2, keepdim=True).log(), [2], True, shape=["B", "T", 1]),
     _aten_case("topk.default", lambda x: x.sort(-1, descending=True).values[..., :3], 3, shape=["B", "T", 3], result=0),
+    _aten_case(
+        "constant_pad_nd.default",
+        lambda x: torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1),
+        [0, 0, 1, -1],
+    ),
     _aten_case("roll.default", lambda x: torch.cat((x[:, -1:], x[:, :-1]), 1), [1], [1]),
     OpCase(
         "aten",
