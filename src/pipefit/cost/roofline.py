@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pipefit.cluster.types import DeviceKind, is_processor
+from pipefit.cost.exchanges import BACKWARD, Exchanges, exchanges_of
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
-from pipefit.model.graph import Graph, Operator, element_count, size_value
+from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS, saved_bytes
-from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.passing import Passing, passing_bytes
-from pipefit.model.ops.saved import call_of, kept, owed_bytes
+from pipefit.model.ops.saved import kept, owed_bytes
 from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
-from pipefit.model.ops.unshard import gathers_of, weights
+from pipefit.model.ops.unshard import weights
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -67,15 +67,6 @@ class CollectiveTime(Protocol):
     def __call__(self, kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
         """`total_bytes` of the whole tensor; `how` uneven parts are moved (`cost/lowerings.py`); `units` in which the
         split dimension is cut, of an all_to_all that before and that afterwards; none: any fraction."""
-
-
-BACKWARD = {
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-}
-"""What a collective of the forward pass does in the backward pass; `shard_slice` moves nothing between devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,39 +265,30 @@ def _operator(
     chunks: int,
 ) -> tuple[float, float, float]:
     """Seconds of (forward, input gradient, weight gradient)."""
-    if operator.kind == "unshard":
-        return _unshard(graph, operator, precision, collective)
-    if operator.kind in BACKWARD:
-        return _collective(graph, operator, symbols, precision, collective)
+    said_s = exchanges_s(exchanges_of(graph, operator, symbols, precision), collective)
+    if operator.kind == "unshard" or operator.kind in BACKWARD:
+        return said_s
     rate = kind.peak_flops_per_s[precision] * kind.efficiency
     forward_s, input_s, weight_s = (
-        _roof(work, rate, kind) for work in operator_work(graph, operator, symbols, precision)
+        _roof(work, rate, kind) + more_s
+        for work, more_s in zip(operator_work(graph, operator, symbols, precision), said_s, strict=True)
     )
-    if KINDS[operator.kind].talks is not None:
-        more_s, back_s = talk_s(graph, operator, symbols, precision, collective)
-        forward_s, input_s = forward_s + more_s, input_s + back_s
     if operator.kind == "attention":
         more_s, back_s = (count * chunks * kind.overhead_s for count in MERGING)
         return forward_s + more_s, input_s + back_s, weight_s
     return forward_s, input_s, weight_s
 
 
-def talk_s(
-    graph: Graph,
-    operator: Operator,
-    symbols: Mapping[str, int],
-    precision: Precision,
-    collective: CollectiveTime | None,
-) -> tuple[float, float]:
-    """Seconds of the collectives inside an operator, forward and backward."""
-    talks = KINDS[operator.kind].talks
-    assert talks is not None and collective is not None, f"{operator.kind} is costed without a shard axis"
-    said = talks(call_of(graph, operator, symbols, COMPUTE_BYTES[precision]))
-    forward_s, back_s = (
+def exchanges_s(exchanges: Exchanges, collective: CollectiveTime | None) -> tuple[float, float, float]:
+    """Seconds of the collectives of an operator: forward, input gradient and weight gradient."""
+    if not any(exchanges):
+        return 0.0, 0.0, 0.0
+    assert collective is not None, "an operator that speaks to others is costed without a shard axis"
+    forward_s, input_s, weight_s = (
         sum(collective(kind, size, how, units) if units else collective(kind, size) for kind, size, how, units in each)
-        for each in (said.forward, said.input_gradient)
+        for each in exchanges
     )
-    return forward_s, back_s
+    return forward_s, input_s, weight_s
 
 
 class Work(NamedTuple):
@@ -357,54 +339,3 @@ def _differentiable(graph: Graph, operator: Operator) -> bool:
 def _parameter_elements(graph: Graph, names: Sequence[str]) -> int:
     found = weights(graph)
     return sum(element_count(found[name].shape, {}) for name in {*names} & {*found} if found[name].trainable)
-
-
-def _collective(
-    graph: Graph, operator: Operator, symbols: dict[str, int], precision: Precision, collective: CollectiveTime | None
-) -> tuple[float, float, float]:
-    assert collective is not None, f"{operator.kind} in a graph that is costed without a shard axis"
-    elements, units = moved(graph, operator, symbols)
-    whole = float(elements * COMPUTE_BYTES[precision])
-    forward, backward = lowering_of(operator)
-    return (
-        collective(operator.kind, whole, forward, units),
-        collective(BACKWARD[operator.kind], whole, backward, units[::-1]),
-        0.0,
-    )
-
-
-def moved(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:
-    """What a collective moves: the elements of the whole tensor, and the units in which it is cut (of an all_to_all,
-    before and afterwards; of an all_reduce, none)."""
-    shapes = [graph.tensor(name).shape for name in (operator.inputs[0], operator.outputs[0])]
-    units: tuple[int, ...] = ()
-    if operator.kind == "all_to_all":
-        old, new = operator.attributes["from"], operator.attributes["dim"]
-        shapes[0] = tuple(shapes[1][dim] if dim == old else size for dim, size in enumerate(shapes[0]))
-        units = (
-            operator.attributes["from_units"] or size_value(shapes[0][old], symbols),
-            operator.attributes.get("units") or size_value(shapes[0][new], symbols),
-        )
-    elif operator.kind != "all_reduce":
-        whole_shape = shapes[1 if operator.kind == "all_gather" else 0]
-        units = (operator.attributes.get("units") or size_value(whole_shape[operator.attributes["dim"]], symbols),)
-    return max(element_count(shape, symbols) for shape in shapes), units
-
-
-def _unshard(
-    graph: Graph, operator: Operator, precision: Precision, collective: CollectiveTime | None
-) -> tuple[float, float, float]:
-    """Gathering a parameter that is stored split, in the forward and, where the input gradient needs it, again; and
-    reducing its gradient."""
-    assert collective is not None, f"{operator.kind} in a graph that is costed without a shard axis"
-    name = operator.outputs[0]
-    weight = weights(graph)[name]
-    elements, times = float(element_count(weight.shape, {})), gathers_of(graph, name)
-    width = (GRADIENT_BYTES if times else COMPUTE_BYTES)[precision]
-    ahead, back = lowering_of(operator)
-    units = (operator.attributes.get("units") or weight.shape[operator.attributes["dim"]],)
-    forward_s = collective("all_gather", elements * COMPUTE_BYTES[precision], ahead, units)
-    reduce_s = collective("reduce_scatter", elements * width, back, units) if weight.trainable else 0.0
-    if not times:  # autograd keeps it, and reduces its gradient as it comes
-        return forward_s, reduce_s, 0.0
-    return forward_s, (times - 1) * forward_s, reduce_s

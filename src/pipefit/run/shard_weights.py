@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pipefit.layout import Run
-from pipefit.model.graph import Graph
 from pipefit.run.shard_comm import How
 from pipefit.run.shard_parts import ShardContext, gather_parts, scatter_sums
 
@@ -62,8 +61,3 @@ def add_gradient(weight: Any, add: Callable[[torch.Tensor], Any]) -> None:
         weight.add_gradient(add)
     else:
         add(weight.main_grad)
-
-
-def gathered_inputs(graph: Graph, names: Sequence[str]) -> bool:
-    """Whether any of these inputs of an operator is stored split and gathered for it."""
-    return any(operator.kind == "unshard" and operator.outputs[0] in names for operator in graph.operators)

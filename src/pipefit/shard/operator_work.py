@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipefit.cluster.types import DeviceKind
+from pipefit.cost.exchanges import exchanges_of
 from pipefit.cost.lowerings import Lowered
-from pipefit.cost.memory import COMPUTE_BYTES
-from pipefit.cost.roofline import Work, operator_work, talk_s
+from pipefit.cost.roofline import Work, exchanges_s, operator_work
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, multiply_sizes
-from pipefit.model.ops import KINDS
 from pipefit.model.ops.kind import Said
-from pipefit.model.ops.saved import call_of
 from pipefit.shard.rules import Labelled
 from pipefit.shard.setting import Setting
 from pipefit.shard.template import WHOLE_CUT, Line, Lines, Toll
@@ -47,14 +45,11 @@ class OperatorWork:
         if label not in labelled.kinds:
             return None
         graph, setting = self.alone(operator, labelled, label, 1), self.setting
+        said = exchanges_of(graph, graph.operators[0], setting.symbols, setting.precision)
         if setting.lowered is not None and earlier != WHOLE_CUT:
-            talks = KINDS[graph.operators[0].kind].talks
-            assert talks is not None
-            said = talks(call_of(graph, graph.operators[0], setting.symbols, COMPUTE_BYTES[setting.precision]))
             ahead, back = (self._moving(each) for each in (said.forward, said.input_gradient))
             return Toll((0.0, 0.0), cut, ahead=ahead, back=back, earlier=earlier)
-        seconds = talk_s(graph, graph.operators[0], setting.symbols, setting.precision, setting.collective)
-        return Toll((sum(seconds), 0.0), cut, earlier=earlier)
+        return Toll((sum(exchanges_s(said, setting.collective)), 0.0), cut, earlier=earlier)
 
     def _moving(self, said: Sequence[Said]) -> tuple[Lowered, ...]:
         """Equal exchanges, as the runtime does them: straight from device to device."""

@@ -8,18 +8,19 @@ cost model's two-level form does (reference: `cost/collectives.py`). Uneven part
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipefit.cost.exchanges import exchanges_of
 from pipefit.cost.lowerings import lowerings_over
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import BACKWARD, moved
 from pipefit.cost.table import replica_rings, shard_rings
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split
-from pipefit.model.ops.exchange import lowering_of
+from pipefit.model.ops.kind import Said
 from pipefit.model.ops.saved import kept
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -67,7 +68,6 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Tra
 def _add_shard_collectives(
     traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network, microbatches: int
 ) -> None:
-    width = COMPUTE_BYTES[work.precision]
     for ring in shard_rings(stage):
         if len(ring) < 2:
             continue
@@ -79,7 +79,7 @@ def _add_shard_collectives(
             )
             symbols = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
             lowerings, passed = lowerings_over(network, [ring]), 0.0
-            for kind, how, size, units in _collectives(stage, symbols, width):
+            for kind, size, how, units in _collectives(stage, symbols, work.precision):
                 parts = [_fractions(count, stage) for count in units]
                 if kind != "all_to_all" and how == "padded":
                     passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
@@ -90,22 +90,14 @@ def _add_shard_collectives(
             _add_ring(traffic, ring, passed * microbatches, "shards", network)
 
 
-def _collectives(
-    stage: StageWork, symbols: Mapping[str, int], width: int
-) -> Iterator[tuple[str, str, float, tuple[int, ...]]]:
-    """(kind, lowering, bytes of the whole tensor, units) of all collectives of a microbatch: forward, backward and what
-    is recomputed."""
+def _collectives(stage: StageWork, symbols: Mapping[str, int], precision: Precision) -> Iterator[Said]:
+    """All collectives of a microbatch: forward, backward and what is recomputed."""
     for graphs in stage.layers:
         graph = graphs[0]
-        again = set(kept(graph, stage.recompute, width).again)
+        again = set(kept(graph, stage.recompute, COMPUTE_BYTES[precision]).again)
         for index, operator in enumerate(graph.operators):
-            if operator.kind not in BACKWARD:
-                continue
-            elements, units = moved(graph, operator, symbols)
-            ahead, back = lowering_of(operator)
-            for _ in range(2 if index in again else 1):
-                yield operator.kind, ahead, float(elements * width), units
-            yield BACKWARD[operator.kind], back, float(elements * width), units[::-1]
+            ahead, back, late = exchanges_of(graph, operator, symbols, precision)
+            yield from itertools.chain(ahead, ahead if index in again else (), back, late)
 
 
 def _fractions(units: int, stage: StageWork) -> tuple[float, ...]:

@@ -67,6 +67,7 @@ class Talk:
 
     forward: tuple[Said, ...] = ()
     input_gradient: tuple[Said, ...] = ()
+    weight_gradient: tuple[Said, ...] = ()
 
 
 def reduces(size: float, times: int) -> tuple[Said, ...]:

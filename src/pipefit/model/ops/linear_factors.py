@@ -66,7 +66,7 @@ def _talks(call: Call) -> Talk:
     units = (size_value(call.attributes["whole"], call.symbols),)
     sizes = (math.prod(x) * _times(call), math.prod(call.outputs[0]) * _times(call))
     gathers = zip(sizes, (how, other), strict=True)
-    return Talk(input_gradient=tuple(("all_gather", size * call.compute_bytes, way, units) for size, way in gathers))
+    return Talk(weight_gradient=tuple(("all_gather", size * call.compute_bytes, way, units) for size, way in gathers))
 
 
 OPERATORS = (

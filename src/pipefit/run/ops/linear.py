@@ -7,6 +7,7 @@ the graph is run again; W holds x and dy only. Shapes: x (..., I), weight (O, I)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,61 +16,43 @@ from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_weights import add_gradient, gathered_inputs, leaf_of, whole_of
+from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
 from pipefit.run.stage_record import Deferred, Record
+
+Accumulate = Callable[[Any, Any, torch.Tensor, torch.Tensor], None]
+"""(weight, bias, x, dy) -> None: adds the gradients of the parameters that train to their buffers."""
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, record: Record, layer: int) -> torch.Tensor:
-        ctx.weight, ctx.bias, ctx.record, ctx.layer = weight, bias, record, layer
-        ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
-        ctx.save_for_backward(x if ctx.trains else None)
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        weight, bias = ctx.weight, ctx.bias
-        if ctx.trains:
-            (x,) = ctx.saved_tensors
-            deferred = ctx.record.deferred
-            if deferred is None:
-                accumulate_linear(weight, bias, x, dy)
-            else:
-                deferred.append(Deferred(ctx.layer, accumulate_linear, (weight, bias, x.detach(), dy)))
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
-
-
-class _GatheredLinear(torch.autograd.Function):
-    """The same with a weight or a bias that is stored split: gathered here, and again for the input gradient. The
-    parameters come twice, as leaves for autograd and as handles."""
+    """`leaf` and `bias_leaf` are the parameters as autograd knows them, `handles` (weight, bias) as the operator has
+    them: a weight that is stored split is gathered here, and again for the input gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, leaf: Any, bias_leaf: Any, weight: Any, bias: Any, record: Record, layer: int
+        ctx: Any, x: torch.Tensor, leaf: Any, bias_leaf: Any, handles: Any, record: Record, layer: int, accumulate: Any
     ) -> torch.Tensor:
-        ctx.weight, ctx.bias, ctx.record, ctx.layer = weight, bias, record, layer
+        ctx.handles, ctx.record, ctx.layer, ctx.accumulate = handles, record, layer, accumulate
+        weight, bias = handles
         ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
         ctx.save_for_backward(x if ctx.trains else None)
         return functional.linear(x, whole_of(weight), whole_of(bias))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias = ctx.handles
         if ctx.trains:
             (x,) = ctx.saved_tensors
             deferred = ctx.record.deferred
             if deferred is None:
-                accumulate_gathered(weight, bias, x, dy)
+                ctx.accumulate(weight, bias, x, dy)
             else:
-                deferred.append(Deferred(ctx.layer, accumulate_gathered, (weight, bias, x.detach(), dy)))
+                deferred.append(Deferred(ctx.layer, ctx.accumulate, (weight, bias, x.detach(), dy)))
         dx = dy @ whole_of(weight) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None, None
 
 
-def accumulate_gathered(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """`accumulate_linear` where a weight or a bias is stored split."""
+def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Add the gradients of a linear layer's weight (dy^T x) and bias (sum of dy) to their buffers."""
     dy = dy.reshape(-1, dy.shape[-1])
     if weight.requires_grad:
         add_gradient(weight, lambda buffer: add_product(buffer, dy.t(), x.reshape(-1, x.shape[-1])))
@@ -77,13 +60,11 @@ def accumulate_gathered(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tenso
         add_gradient(bias, lambda buffer: buffer.add_(dy.sum(0, dtype=buffer.dtype)))
 
 
-def accumulate_linear(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Add the gradients of a linear layer's weight (dy^T x) and bias (sum of dy) to their buffers."""
-    dy = dy.reshape(-1, dy.shape[-1])
-    if weight.requires_grad:
-        add_product(weight.main_grad, dy.t(), x.reshape(-1, x.shape[-1]))
-    if bias is not None and bias.requires_grad:
-        bias.main_grad.add_(dy.sum(0, dtype=bias.main_grad.dtype))
+def linear(
+    x: torch.Tensor, weight: Any, bias: Any, record: Record, layer: int, accumulate: Accumulate = accumulate_linear
+) -> Any:
+    """x weight^T + bias, with parameters that may be stored split, and another way to their gradients."""
+    return _Linear.apply(x, leaf_of(weight), leaf_of(bias), (weight, bias), record, layer, accumulate)
 
 
 def add_product(buffer: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -111,16 +92,7 @@ def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
 
 def build(operator: Operator, context: Context) -> Step:
     layer = context.layer
-    apply = _Linear.apply
-
-    def linear(record: Record, x: Any, weight: Any, bias: Any) -> Any:
-        return apply(x, weight, bias, record, layer)
-
-    def gathered(record: Record, x: Any, weight: Any, bias: Any) -> Any:
-        return _GatheredLinear.apply(x, leaf_of(weight), leaf_of(bias), weight, bias, record, layer)
-
-    split = gathered_inputs(context.graph, operator.inputs)
-    return Step(gathered if split else linear, wants_record=True)
+    return Step(lambda record, x, weight, bias: linear(x, weight, bias, record, layer), wants_record=True)
 
 
 BUILDERS = {"linear": build}

@@ -10,39 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.run.ops import Context, Step
-from pipefit.run.ops.linear import accumulate_linear
+from pipefit.run.ops.linear import accumulate_linear, linear
 from pipefit.run.ops.shape import late_size
 from pipefit.run.shard_parts import gather_parts
-from pipefit.run.stage_record import Deferred, Record
-
-
-class _LinearFactors(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, record: Record, layer: int, accumulate: Any
-    ) -> torch.Tensor:
-        ctx.weight, ctx.bias, ctx.record, ctx.layer, ctx.accumulate = weight, bias, record, layer, accumulate
-        ctx.trains = weight.requires_grad or (bias is not None and bias.requires_grad)
-        ctx.save_for_backward(x if ctx.trains else None)
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        weight, bias = ctx.weight, ctx.bias
-        if ctx.trains:
-            (x,) = ctx.saved_tensors
-            deferred = ctx.record.deferred
-            if deferred is None:
-                ctx.accumulate(weight, bias, x, dy)
-            else:
-                deferred.append(Deferred(ctx.layer, ctx.accumulate, (weight, bias, x.detach(), dy)))
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None, None
+from pipefit.run.stage_record import Record
 
 
 def build(operator: Operator, context: Context) -> Step:
@@ -57,7 +32,7 @@ def build(operator: Operator, context: Context) -> Step:
             whole_x = gather_parts(x, runs, dim, shard, how)
             accumulate_linear(weight, bias, whole_x, gather_parts(dy, runs, dim, shard, other))
 
-        return _LinearFactors.apply(x, weight, bias, record, layer, accumulate)
+        return linear(x, weight, bias, record, layer, accumulate)
 
     return Step(linear_factors, wants_record=True)
 

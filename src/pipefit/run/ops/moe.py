@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
-from pipefit.run.ops.linear import _GatheredLinear, _Linear, add_product
-from pipefit.run.shard_weights import Unsharded, add_gradient, leaf_of, whole_of
+from pipefit.run.ops.linear import add_product, linear
+from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
 from pipefit.run.stage_record import Deferred, Record
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
@@ -100,13 +100,6 @@ def accumulate_experts(weight: Any, ends: Any, x: torch.Tensor, dy: torch.Tensor
     add_gradient(weight, add)
 
 
-def linear(x: torch.Tensor, weight: Any, record: Record, layer: int) -> Any:
-    """x weight^T, also with a weight that is stored split."""
-    if isinstance(weight, Unsharded):
-        return _GatheredLinear.apply(x, weight.parameter, None, weight, None, record, layer)
-    return _Linear.apply(x, weight, None, record, layer)
-
-
 def run_experts(
     x: torch.Tensor, gate_up: Any, down: Any, activation: Any, ends: Any, record: Record, layer: int
 ) -> Any:
@@ -132,7 +125,7 @@ def build(operator: Operator, context: Context) -> Step:
 
     def moe(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        logits = linear(flat, router, record, layer)
+        logits = linear(flat, router, None, record, layer)
         weights, chosen = torch.softmax(logits, -1, dtype=wide).topk(top, -1)
         if normalize:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -56,7 +56,7 @@ def build(operator: Operator, context: Context) -> Step:
 
     def moe_shard(record: Record, x: torch.Tensor, router: Any, gate_up: Any, down: Any) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = torch.softmax(linear(flat, router, record, layer), -1, dtype=wide).topk(top, -1)
+        weights, chosen = torch.softmax(linear(flat, router, None, record, layer), -1, dtype=wide).topk(top, -1)
         if normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         chosen, order = chosen.reshape(-1).sort(stable=True)
