@@ -89,13 +89,14 @@ class Chains:
     ) -> tuple[float, tuple[Link, ...]] | None:
         """The cheapest way through the forms between layers; `tied` are the forms of shared parameters.
 
-        The state is the form after a layer, and the program of every graph that has been met.
+        The state is the form after a layer, and the program of every graph that was met and will come again.
         """
         first = self.model.layer_graph(layers[0])
         states: dict[_Met, tuple[float, tuple[Link, ...]]] = {
             (form, ()): (0.0, ()) for form in stream_forms(first, True)
         }
-        for layer in layers:
+        comes_again = {layer.graph: place for place, layer in enumerate(layers)}
+        for place, layer in enumerate(layers):
             pinned = tuple((local, tied[name]) for local, name in layer.parameters.items() if name in tied)
             after: dict[_Met, tuple[float, tuple[Link, ...]]] = {}
             for (form, met), (cost, path) in states.items():
@@ -108,7 +109,8 @@ class Chains:
                 for gives, link in memo[key].items():
                     if before is not None and before[1] != gives:
                         continue
-                    state = gives, met if before is not None else (*met, (layer.graph, (form, gives)))
+                    new = met if before is not None else (*met, (layer.graph, (form, gives)))
+                    state = gives, tuple(one for one in new if comes_again[one[0]] > place)
                     if state not in after or cost + link.cost_s < after[state][0]:
                         after[state] = cost + link.cost_s, (*path, link)
             states = after
@@ -155,7 +157,7 @@ class Chains:
         for layer in layers:
             for name in layer.parameters.values():
                 uses.setdefault(name, []).append(layer)
-        shared = {name: found for name, found in uses.items() if len(found) > 1}
+        shared = {name: found for name, found in uses.items() if len({layer.graph for layer in found}) > 1}
         ranks = {}
         for name, found in shared.items():
             local = next(local for local, other in found[0].parameters.items() if other == name)

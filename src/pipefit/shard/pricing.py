@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipefit.cost.exchanges import BACKWARD
 from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.cost.overlap import BUCKET_BYTES
+from pipefit.cost.roofline import BACKWARD
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count
 from pipefit.model.ops import kept
@@ -24,7 +24,7 @@ from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of
 from pipefit.shard.operator_work import OperatorWork
-from pipefit.shard.program import TOKENS, labels_at
+from pipefit.shard.program import labels_at
 from pipefit.shard.rules import Labelled, Labels
 from pipefit.shard.setting import Setting as Setting
 from pipefit.shard.template import WHOLE_CUT, Fractions, Line, Lines, OpenStep, OpenWay, Template, Toll
@@ -93,8 +93,8 @@ def form_of(number: int) -> Form:
 
 
 def on_stream(tensor: Tensor) -> bool:
-    """Whether a value is the hidden state, which layers may hand on split."""
-    return tensor.role == "activation" and TOKENS in tensor.shape[1:2]
+    """Whether a value is the hidden state, which layers may hand on split; not the loss."""
+    return tensor.role == "activation" and len(tensor.shape) > 1
 
 
 class _Pricing:

@@ -127,7 +127,7 @@ class Program:
         self.operators: list[list[Operator]] = [[] for _ in self.shares]
         self.tensors: list[list[Tensor]] = [[] for _ in self.shares]
         for tensor in graph.inputs:
-            on_stream = tensor.role == "activation" and TOKENS in tensor.shape[1:2]
+            on_stream = tensor.role == "activation" and len(tensor.shape) > 1
             self.held[tensor.name] = stream if on_stream else WHOLE
         self.input_held = dict(self.held)
 
@@ -206,7 +206,7 @@ class Program:
         """The local graphs, with the outputs in the form `gives` (scalars whole)."""
         outputs = []
         for name in self.graph.outputs:
-            on_stream = TOKENS in self.shapes[name][1:2]
+            on_stream = len(self.shapes[name]) > 1
             outputs.append(self.bring(name, gives if on_stream else WHOLE))
         taken = [t.name for t in self.graph.inputs if t.role == "activation"]
         return ShardedGraph(
