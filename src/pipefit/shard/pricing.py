@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pipefit.cost.exchanges import BACKWARD
 from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.cost.overlap import BUCKET_BYTES
-from pipefit.cost.roofline import BACKWARD
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count
 from pipefit.model.ops import kept
