@@ -35,6 +35,7 @@ def command(
     from pipefit.model.registry import open_model
     from pipefit.plan.length import check_length
     from pipefit.plan.searched import setting_of
+    from pipefit.shard.apart import check_apart
     from pipefit.shard.chain import Chains
     from pipefit.shard.listing import listing
     from pipefit.shard.synthesize import synthesize
@@ -53,6 +54,7 @@ def command(
             seen=", ".join(module.name for module in opened.modules),
         )
     check_length(opened.modules[0], opened, seq, "--seq")
+    check_apart(opened)
     setting = setting_of(
         opened,
         network,

@@ -32,6 +32,7 @@ from pipefit.plan.structure import make_edges, make_groups, make_parameters, mak
 from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
+from pipefit.shard.apart import check_apart
 from pipefit.simulate import simulate
 
 VERSION = 2
@@ -183,6 +184,7 @@ def build_plan(
     bench = bench or Workbench(model, cluster, name=name)
     check_decisions(decisions, job, len(bench.module.layers), device_count(cluster))
     check_length(bench.module, model, job.sequence, "job.sequence")
+    check_apart(model)
     if decisions.sharding == "searched" and not decisions.recipes:
         bench.search_recipes(job, asked_by(decisions, job.batch))
     if len(decisions.slices) > 1:

@@ -19,6 +19,7 @@ from pipefit.plan.check_slices import document_problems, shard_problems, slice_p
 from pipefit.plan.length import length_problems
 from pipefit.plan.order import order_problems
 from pipefit.plan.types import Plan
+from pipefit.shard.apart import apart_problems
 
 VERSIONS = (1, 2)
 """Version 2 has sets of recipes with names; files of version 1 mean what they meant."""
@@ -56,6 +57,7 @@ def problems(plan: Plan, model: Model | None = None, cluster: Cluster | None = N
     if model is not None:
         yield from _model_problems(plan, model)
         yield from length_problems(plan, model)
+        yield from apart_problems(model)
         yield from slice_problems(plan, model)
         yield from document_problems(plan, model)
     if cluster is not None:

@@ -27,6 +27,7 @@ from pipefit.plan.slice_notes import slice_note
 from pipefit.plan.space import check_space
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
+from pipefit.shard.apart import check_apart
 from pipefit.units import format_seconds
 
 
@@ -48,8 +49,9 @@ def make_plan(
     `name` and `cluster_source` are what the user typed for the model and the cluster.
     `pins` are parsed `--fix` values, `top` counts the winner and its runners-up, `layers` replaces the roofline.
     Raises DoesNotFitError (how much is missing, and the nearest change that would fit) or PlanError (pins that leave
-    nothing to consider).
+    nothing to consider, a model that brings rows together).
     """
+    check_apart(model)
     bench = Workbench(model, cluster, layers, name, cluster_source)
     pins = pins or {}
     if pins.get("sharding") == "searched":

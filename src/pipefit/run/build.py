@@ -31,6 +31,7 @@ from pipefit.run.stage import StageLayer, StageProgram
 from pipefit.run.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.wiring import channel_pairs
 from pipefit.run.worker import Frozen, Worker, lane_of
+from pipefit.shard.apart import check_apart
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -74,6 +75,7 @@ def build_worker(
     run, and StalePlanError if the model's programs are not those that the plan was made for.
     """
     check_runnable(plan)
+    check_apart(model)
     for rule in (length_problems, slice_problems, document_problems):
         for error in rule(plan, model):
             raise error

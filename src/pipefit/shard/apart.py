@@ -1,0 +1,162 @@
+"""Whether a model treats rows apart: what it makes of a row must not depend on which rows are with it.
+
+Rows of a step are spread over microbatches and replicas, so no operator may bring them together but the sums that end
+in the loss. The rules for splitting operators say which dimensions do not see each other; rows are followed through
+them. Of functions without a rule it is believed that a dimension of rows that stays where it is holds the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from pipefit.errors import PlanError
+from pipefit.model.aten_splits import splits
+from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
+from pipefit.shard.program import labels_at
+from pipefit.shard.rules import Labelled
+
+ROWS = "B"
+
+COUNTED: Mapping[str, int] = {ROWS: 1, "T": 7919}
+"""For distances between rows: a prime that is no size of a model stands for the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A value that has rows: along one dimension, `inner` of its places a row."""
+
+    dim: int
+    inner: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A value that is a sum over rows."""
+
+
+State = Apart | Summed | None
+"""None: the same whatever the rows are."""
+
+
+class _Mixed(Exception):
+    """What an operator does with rows, in words."""
+
+
+def check_apart(model: Model) -> None:
+    """Raises PlanError for the first layer that brings rows together, or does not sum them for the loss."""
+    for error in apart_problems(model):
+        raise error
+
+
+def apart_problems(model: Model) -> Iterator[PlanError]:
+    """One for every distinct layer that brings rows together."""
+    seen = set()
+    for module in model.modules:
+        for layer in module.layers:
+            if layer.graph not in seen:
+                seen.add(layer.graph)
+                yield from _of_layer(model.layer_graph(layer), f"layer {layer.name}")
+
+
+def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
+    shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
+    shapes |= {spec.name: spec.shape for spec in graph.parameters}
+    states: dict[str, State] = dict.fromkeys(shapes)
+    states |= {tensor.name: Apart(0) for tensor in graph.inputs if tensor.shape[:1] == (ROWS,)}
+    for operator in graph.operators:
+        try:
+            found = _after(operator, shapes, [states[name] if name else None for name in operator.inputs])
+        except _Mixed as mixed:
+            yield _error(str(mixed), f"{where}, {operator.source}" if operator.source else where)
+            return
+        states |= dict.fromkeys(operator.outputs, found)
+    for name in graph.outputs:
+        wanted: State = Apart(0) if shapes[name] else Summed()
+        if states[name] != wanted:
+            what = "hands on what has no rows in front" if shapes[name] else "a loss that is no sum over rows"
+            yield _error(f"{what}: {shapes[name]}" if shapes[name] else what, where)
+
+
+def _after(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[State]) -> State:
+    """What an operator makes of values with these states. Raises _Mixed where rows come together."""
+    name = operator.attributes.get("target", operator.kind)
+    out = shapes[operator.outputs[0]]
+    _refuse_counts(operator, name)
+    rows = {place: state for place, state in enumerate(states) if isinstance(state, Apart)}
+    sums = {place for place, state in enumerate(states) if isinstance(state, Summed)}
+    if not (rows or sums) or str(name).startswith("aten.new_"):  # of these only the type of the value is read
+        return Apart(out.index(ROWS)) if ROWS in out else None
+    labelled = labels_at(shapes, operator)
+    if sums:
+        if operator.kind != "cast" and (rows or sums not in [{*each} for each in labelled.linear]):
+            raise _Mixed(f"{name} of a sum over rows, which is no sum of what it makes of each")
+        return Summed()
+    if operator.kind == "reshape":
+        return _reshaped(shapes[operator.inputs[0]], rows[0], out)
+    if _unknown(operator, shapes):
+        return _believed(name, out, [*rows.values()])
+    labels = {(labelled.inputs[place] or ())[state.dim] for place, state in rows.items()}
+    if len(labels) > 1 or None in labels or len({state.inner for state in rows.values()}) > 1:
+        raise _Mixed(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
+    label, inner = labels.pop(), next(iter(rows.values())).inner
+    return _along(operator, labelled, label, inner, name)
+
+
+def _along(operator: Operator, labelled: Labelled, label: str | None, inner: int, name: Any) -> State:
+    """Rows lie along this label."""
+    if label in labelled.outputs[0]:
+        return Apart(labelled.outputs[0].index(label), inner)
+    if any(operator.inputs[place] for place in labelled.once):
+        raise _Mixed(f"{name} that adds a bias to a sum over rows")
+    return Summed()
+
+
+def _refuse_counts(operator: Operator, name: Any) -> None:
+    """The number of rows is another one in every microbatch; sizes, in lists, may have it."""
+    given = (*operator.attributes.get("arguments", ()), *operator.attributes.get("keywords", {}).values())
+    for item in given:
+        if isinstance(item, dict) and ROWS in size_factors(str(item.get("size", "")))[1]:
+            raise _Mixed(f"{name} with the number of rows")
+
+
+def _unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
+    if operator.kind == "aten":
+        return splits(operator.attributes, [shapes[name] for name in operator.inputs if name]) is None
+    return operator.kind == "opaque"
+
+
+def _believed(name: Any, out: Shape, rows: Sequence[Apart]) -> State:
+    """Of a function that nothing is known of: rows stay where they are, or all of them are in a loss."""
+    if not out and name == "opaque":
+        return Summed()
+    (first, *others) = {*rows}
+    if others or first.inner != 1 or first.dim >= len(out) or out[first.dim] != ROWS:
+        raise _Mixed(f"{name}, of which nothing is known, and whose result {out} has no rows where they were")
+    return first
+
+
+def _reshaped(before: Shape, state: Apart, after: Shape) -> State:
+    """Rows stay equally far apart in memory; a dimension that goes with them in steps of that distance has them."""
+
+    def size(of: Size) -> int:
+        return size_value(of, COUNTED)
+
+    distance = state.inner * prod(map(size, before[state.dim + 1 :]))
+    for dim, extent in enumerate(after):
+        behind = prod(map(size, after[dim + 1 :]))
+        if ROWS in size_factors(str(extent))[1] and distance % behind == 0 and size(extent) % (distance // behind) == 0:
+            return Apart(dim, distance // behind)
+    raise _Mixed(f"reshape of {before} to {after}, which takes rows apart")
+
+
+def _error(seen: str, where: str) -> PlanError:
+    return PlanError(
+        "The model brings rows together: what it makes of a row would depend on the microbatch that the row is in.",
+        where=where,
+        seen=seen,
+        allowed="rows that do not see each other, and a loss that is a sum over them",
+        next_step="leave it out; the mean of a loss is written cross_entropy(...) or mse_loss(...) (docs/models.md)",
+    )
