@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.shard.exact_programs import brute_force, exact_cost, random_problem
 
-from pipefit.shard.frontier import Problem, Step, Way, solve, solve_ends
+from pipefit.shard import joining
+from pipefit.shard.frontier import Problem, Step, Way, solve, solve_between
 
 
 def replayed_s(problem, solution):
@@ -57,16 +60,35 @@ def test_equal_to_the_mixed_integer_program():
     assert solved >= 200
 
 
-def test_several_ends_in_one_pass():
-    problem = random_problem(7, 8)
-    ends = [dict.fromkeys(problem.wanted, form) for form in range(4)]
-    together = solve_ends(problem, ends)
-    assert together
-    for number, end in enumerate(ends):
-        alone = solve(Problem(steps=problem.steps, conversions=problem.conversions, given=problem.given, wanted=end))
-        assert (alone is None) == (number not in together)
-        if alone is not None:
-            assert alone.cost_s == pytest.approx(together[number].cost_s)
+def test_several_starts_and_ends_in_one_pass():
+    solved = 0
+    for seed in range(12):
+        problem = random_problem(seed, 8)
+        ends = [dict.fromkeys(problem.wanted, form) for form in range(4)]
+        starts = [dict.fromkeys(problem.given, 0) | {0: form} for form in range(4)]
+        together = solve_between(problem, starts, ends)
+        for first, start in enumerate(starts):
+            for second, end in enumerate(ends):
+                alone = replace(problem, given=start, wanted=end)
+                found = together.get((first, second))
+                wanted = exact_cost(alone)
+                assert (wanted is None) == (found is None)
+                if found is not None:
+                    assert found.cost_s == pytest.approx(wanted)
+                    assert replayed_s(alone, found) == pytest.approx(found.cost_s)
+                    solved += 1
+    assert solved >= 40
+
+
+def test_two_steps_with_too_many_ways_are_not_joined(monkeypatch):
+    """The search over states alone gives the same."""
+    costs = [solve(random_problem(seed, 9, values=2)) for seed in range(40)]
+    monkeypatch.setattr(joining, "WIDEST", 0)
+    assert any(found is not None for found in costs)
+    for seed, found in enumerate(costs):
+        alone = solve(random_problem(seed, 9, values=2))
+        assert (alone is None) == (found is None)
+        assert alone is None or alone.cost_s == pytest.approx(found.cost_s, abs=1e-9)
 
 
 def test_a_conversion_is_paid_once_for_all_that_read_it():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, Form, gathered
 from pipefit.model.graph import Graph, Layer, Model
-from pipefit.shard.frontier import solve_ends
+from pipefit.shard.frontier import solve_between
 from pipefit.shard.pricing import PricedLayer, Setting, number_of, on_stream, priced
 from pipefit.shard.recipe import Recipe, recipe_of
 from pipefit.shard.template import Chosen, chosen, held_fractions
@@ -56,15 +56,15 @@ class Chains:
     "The forms in which layers may hand the hidden state on; empty: any."
     tied_whole: bool = False
     "Whether parameters that layers share stay whole: where other groups of devices use them, too."
-    _templates: dict[object, PricedLayer] = field(default_factory=dict)
+    _templates: dict[tuple[str, Pinned], PricedLayer] = field(default_factory=dict)
+    _solved: dict[object, Mapping[tuple[Form, Form], Link]] = field(default_factory=dict)
 
     def search(self, layers: Sequence[Layer], shares: Sequence[int]) -> tuple[Link, ...]:
         """The cheapest programs of consecutive layers for these shares. The first takes its hidden state and the last
         hands it on in whatever form is cheapest. Raises PlanError where there is no program at all."""
-        memo: dict[object, Mapping[Form, Link]] = {}
         best: tuple[float, tuple[Link, ...]] | None = None
         for forms in self._tied_forms(layers):
-            found = self._path(layers, shares, forms, memo)
+            found = self._path(layers, shares, forms)
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is None:
@@ -81,11 +81,7 @@ class Chains:
         return priced(graph, self.setting, takes, dict(pinned))
 
     def _path(
-        self,
-        layers: Sequence[Layer],
-        shares: Sequence[int],
-        tied: Mapping[str, Form],
-        memo: dict[object, Mapping[Form, Link]],
+        self, layers: Sequence[Layer], shares: Sequence[int], tied: Mapping[str, Form]
     ) -> tuple[float, tuple[Link, ...]] | None:
         """The cheapest way through the forms between layers; `tied` are the forms of shared parameters.
 
@@ -103,10 +99,7 @@ class Chains:
                 before = dict(met).get(layer.graph)
                 if before is not None and before[0] != form:
                     continue
-                key = (layer.graph, pinned, form)
-                if key not in memo:
-                    memo[key] = self._layer(layer.graph, pinned, form, shares)
-                for gives, link in memo[key].items():
+                for gives, link in self._layer(layer.graph, pinned, form, shares).items():
                     if before is not None and before[1] != gives:
                         continue
                     new = met if before is not None else (*met, (layer.graph, (form, gives)))
@@ -118,32 +111,43 @@ class Chains:
 
     def _layer(self, name: str, pinned: Pinned, takes: Form, shares: Sequence[int]) -> Mapping[Form, Link]:
         """The cheapest program of one layer for every form that it can hand on."""
+        key = name, pinned, tuple(shares), self.byte_price_s
+        if key not in self._solved:
+            self._solved[key] = self._every_layer(name, pinned, shares)
+        able = self._handed_on(self.model.graphs[name])
+        return {gives: link for (taken, gives), link in self._solved[key].items() if taken == takes and gives in able}
+
+    def _every_layer(self, name: str, pinned: Pinned, shares: Sequence[int]) -> Mapping[tuple[Form, Form], Link]:
+        """The cheapest program of one layer for every form that it can take and every one that it can hand on."""
         graph = self.model.graphs[name]
-        key = (name, pinned, takes)
-        if key not in self._templates:
-            self._templates[key] = self.priced(graph, takes, pinned)
-        layer = self._templates[key]
-        fractions = held_fractions(layer.template.cuts, shares, self.setting.members)
-        problem, numbers = layer.template.at(fractions, self.byte_price_s)
-        result = layer.values.index(graph.outputs[0])
+        if (name, pinned) not in self._templates:
+            self._templates[name, pinned] = self.priced(graph, IDENTITY, pinned)
+        layer = self._templates[name, pinned]
+        template = layer.template
+        fractions = held_fractions(template.cuts, shares, self.setting.members)
         taken = [tensor.name for tensor in graph.inputs if on_stream(tensor)]
-        if taken and not layer.passable(taken[0], takes, fractions):
+        takes = [form for form in stream_forms(graph, True) if not taken or layer.passable(taken[0], form, fractions)]
+        gives = [form for form in stream_forms(graph, False) if layer.passable(graph.outputs[0], form, fractions)]
+        if not takes or not gives:
             return {}
-        forms = [form for form in self._handed_on(graph) if layer.passable(graph.outputs[0], form, fractions)]
-        if not forms:
-            return {}
-        ends = [{**layer.template.wanted, result: number_of(form)} for form in forms]
-        found = solve_ends(problem, ends)
+        layers = [layer.taking(graph, form) for form in takes]
+        result = layer.values.index(graph.outputs[0])
+        problem, numbers = template.at(fractions, self.byte_price_s)
+        found = solve_between(
+            problem,
+            [each.template.given for each in layers],
+            [{**template.wanted, result: number_of(form)} for form in gives],
+        )
         return {
-            forms[number]: Link(
-                takes=takes,
-                gives=forms[number],
-                layer=layer,
-                choice=chosen(layer.template, numbers, solution),
+            (takes[first], gives[second]): Link(
+                takes=takes[first],
+                gives=gives[second],
+                layer=layers[first],
+                choice=chosen(layers[first].template, numbers, solution),
                 cost_s=solution.cost_s,
                 shares=tuple(shares),
             )
-            for number, solution in found.items()
+            for (first, second), solution in found.items()
         }
 
     def _handed_on(self, graph: Graph) -> tuple[Form, ...]:

@@ -1,7 +1,8 @@
 """The cheapest forms for all values of a program, exactly, by dynamic programming over the frontier.
 
-Operators are taken in order. What matters of the past is in which forms every value is held that is still to be read:
-that is the state. A value is converted when it is first needed in a form, and what it was converted to stays, so a
+Values that one operator alone reads are joined away first (`joining.py`), which leaves little of most programs. What
+is left is taken in order. What matters of the past is in which forms every value is held that is still to be read: that
+is the state. A value is converted when it is first needed in a form, and what it was converted to stays, so a
 conversion is paid once and shared by all that read it. Costs add up, so fixing the order loses nothing (reference:
 HAP's program synthesis, whose A* visits the same states in no order; measurements in its notes).
 """
@@ -11,19 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipefit.shard.conversions import BITS, Conversions, Converter
+from pipefit.shard.joining import Block, Joiner, Joint, Joints
+
 WHOLE, PARTIAL = 0, 1
 """Forms are small numbers here: I is 0, P is 1, G(d) is 2 + d."""
 
 ALIKE = 7
 """Of a parameter: whole, and so is its gradient on every device (in the place of G(5), which no parameter has)."""
 
-BITS = 8
-"""Of the state, for each value: G(5) is the last form."""
-
 ALL = (1 << BITS) - 1
 """Every form of one value."""
 
-COMPARED = 8
+COMPARED = 32
 """The cheapest states that every other is compared with, to drop what they can become for no more."""
 
 
@@ -56,9 +57,6 @@ class Step:
 Move = tuple[int, int, int]
 """A conversion: (value, from form, to form)."""
 
-Conversions = Mapping[tuple[int, int], float]
-"""(from form, to form) -> seconds."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -86,172 +84,215 @@ class Solution:
     "The conversions of what is handed on."
 
 
-@dataclass(slots=True)
-class _Trail:
-    """How a state was reached."""
+_Trail = tuple["_Trail", int] | None
+"""How a state was reached: as the one before, and with which way of the last block."""
 
-    earlier: _Trail | None
-    way: int
-    moves: tuple[Move, ...]
+_States = Mapping[int, tuple[float, _Trail]]
 
 
 def solve(problem: Problem) -> Solution | None:
     """The cheapest program; None where there is none."""
-    return next(iter(solve_ends(problem, [problem.wanted]).values()), None)
+    return solve_between(problem, [problem.given], [problem.wanted]).get((0, 0))
 
 
-def solve_ends(problem: Problem, ends: Sequence[Mapping[int, int]]) -> dict[int, Solution]:
-    """The cheapest program for each of several ways to hand values on, in one pass: by number, where there is one.
+def solve_between(
+    problem: Problem, starts: Sequence[Mapping[int, int]], ends: Sequence[Mapping[int, int]]
+) -> dict[tuple[int, int], Solution]:
+    """The cheapest program for each of several forms of values that come in (in place of `problem.given`) and ways to
+    hand values on, most of it in one pass: by their numbers, where there is one.
 
-    All `ends` name the same values.
+    All `starts` name the same values, and so do all `ends`.
     """
-    frontier = _Frontier(problem, ends)
-    states: dict[int, tuple[float, _Trail | None]] = {frontier.start(): (0.0, None)}
-    for place, step in enumerate(problem.steps):
-        states = frontier.advance(place, step, states)
-    found: dict[int, Solution] = {}
-    for number, end in enumerate(ends):
-        best: tuple[float, _Trail] | None = None
-        for state, (cost, trail) in states.items():
-            for _, extra, moves in frontier.reached(state, tuple(end.items())):
-                if best is None or cost + extra < best[0]:
-                    best = cost + extra, _Trail(trail, -1, moves)
-        if best is not None:
-            found[number] = _solution(*best)
+    converters = _converters(problem)
+    fixed = {value: form for value, form in starts[0].items() if all(start[value] == form for start in starts)}
+    joiner = Joiner(converters, fixed, frozenset(ends[0]))
+    blocks = joiner.join(_blocks(problem, converters, joiner))
+    found: dict[tuple[int, int], Solution] = {}
+    for first, start in enumerate(starts):
+        frontier = _Frontier(blocks, converters, frozenset(ends[0]))
+        states: _States = {frontier.start(start): (0.0, None)}
+        for place, block in enumerate(blocks):
+            states = frontier.advance(place, block, states)
+        for second, end in enumerate(ends):
+            needs = tuple((value, 1 << form) for value, form in end.items())
+            able = [
+                (cost + extra, trail)
+                for state, (cost, trail) in states.items()
+                for _, extra in frontier.reached(state, needs)
+            ]
+            if able:
+                cost, trail = min(able, key=lambda one: one[0])
+                found[first, second] = _solution(problem, converters, (start, end), cost, _picks(blocks, trail))
     return found
 
 
+def _converters(problem: Problem) -> list[Converter]:
+    """Of every value; values with equal conversions share one."""
+    known: dict[object, Converter] = {}
+    found = []
+    for conversions in problem.conversions:
+        key = tuple(conversions.items())
+        if key not in known:
+            known[key] = Converter(conversions)
+        found.append(known[key])
+    return found
+
+
+def _blocks(problem: Problem, converters: Sequence[Converter], joiner: Joiner) -> list[Block]:
+    """Every step as a block; equal ones share their ways."""
+    known: dict[object, Joints] = {}
+    found = []
+    for place, step in enumerate(problem.steps):
+        inputs = tuple(dict.fromkeys(step.inputs))
+        slots = tuple(inputs.index(value) for value in step.inputs)
+        key = step.ways, slots, tuple(id(converters[value]) for value in (*inputs, step.output))
+        if key not in known:
+            block = Block(inputs, step.output, _joints(step.ways, slots, len(inputs)), place)
+            known[key] = joiner.undominated(block).ways
+        found.append(Block(inputs, step.output, known[key], place))
+    return found
+
+
+def _joints(ways: Sequence[Way], slots: tuple[int, ...], count: int) -> Joints:
+    found = []
+    for number, way in enumerate(ways):
+        needs = [0] * count
+        for slot, form in zip(slots, way.needs, strict=True):
+            needs[slot] |= 1 << form
+        found.append(Joint(tuple(needs), way.gives, way.cost_s, (number, -1)))
+    return tuple(found)
+
+
 class _Frontier:
-    def __init__(self, problem: Problem, ends: Sequence[Mapping[int, int]]) -> None:
-        self.problem = problem
+    """The states of the search: for every value that is alive, the set of its forms, in a place of its own."""
+
+    def __init__(self, blocks: Sequence[Block], converters: Sequence[Converter], wanted: frozenset[int]) -> None:
+        self.converters = converters
         self.last: dict[int, int] = {}
-        for place, step in enumerate(problem.steps):
-            for value in step.inputs:
+        for place, block in enumerate(blocks):
+            for value in block.inputs:
                 self.last[value] = place
-        for value in ends[0]:
-            self.last[value] = len(problem.steps)
+        for value in wanted:
+            self.last[value] = len(blocks)
         self.slots: dict[int, int] = {}
         "Value -> its place in the state, while it is alive."
         self.free: list[int] = []
-        self.fills: dict[tuple[int, int, int], float] = {}
-        self.known: dict[tuple[int, int, int], list[tuple[int, float, tuple[Move, ...]]]] = {}
 
-    def start(self) -> int:
+    def start(self, given: Mapping[int, int]) -> int:
         state = 0
-        for value, form in self.problem.given.items():
+        for value, form in given.items():
             if value in self.last:
                 state |= 1 << (self._take(value) + form)
         return state
 
-    def advance(
-        self, place: int, step: Step, states: Mapping[int, tuple[float, _Trail | None]]
-    ) -> dict[int, tuple[float, _Trail | None]]:
-        """The states after a step."""
-        held = {value: self.slots[value] for value in step.inputs}
-        dying = [value for value in held if self.last[value] == place]
+    def advance(self, place: int, block: Block, states: _States) -> _States:
+        """The states after a block."""
+        dying = [value for value in block.inputs if self.last[value] == place]
         drop = 0
         for value in dying:
-            drop |= ALL << held[value]
-        keeps = step.output in self.last
-        after: dict[int, tuple[float, _Trail | None]] = {}
-        made: list[tuple[int, float, int, _Trail | None, tuple[Move, ...]]] = []
-        for state, (cost, trail) in states.items():
-            for number, way in enumerate(step.ways):
-                for reached, extra, moves in self.reached(state, tuple(zip(step.inputs, way.needs, strict=True))):
-                    made.append((reached & ~drop, cost + extra + way.cost_s, number, trail, moves))
+            drop |= ALL << self.slots[value]
+        made: list[tuple[int, float, int, _Trail]] = []
+        for number, way in enumerate(block.ways):
+            needs = tuple(zip(block.inputs, way.needs, strict=True))
+            for state, (cost, trail) in states.items():
+                for reached, extra in self.reached(state, needs):
+                    made.append((reached & ~drop, cost + extra + way.cost_s, number, trail))
         for value in dying:
             self.free.append(self.slots.pop(value))
-        slot = self._take(step.output) if keeps else 0
-        for reached, cost, number, trail, moves in made:
-            state = reached | (1 << (slot + step.ways[number].gives) if keeps else 0)
+        keeps = block.output in self.last
+        slot = self._take(block.output) if keeps else 0
+        after: dict[int, tuple[float, _Trail]] = {}
+        for state, cost, number, trail in made:
+            if keeps:
+                state |= 1 << (slot + block.ways[number].gives)
             if state not in after or cost < after[state][0]:
-                after[state] = cost, _Trail(trail, number, moves)
+                after[state] = cost, (trail, number)
         return self._undominated(after)
 
-    def _undominated(self, states: Mapping[int, tuple[float, _Trail | None]]) -> dict[int, tuple[float, _Trail | None]]:
+    def _undominated(self, states: _States) -> _States:
         """Without states that cost as much as a cheaper one with the conversions that make it hold all they hold."""
-        kept: dict[int, tuple[float, _Trail | None]] = {}
+        kept: dict[int, tuple[float, _Trail]] = {}
         cheapest: list[tuple[int, float]] = []
         for state, reached in sorted(states.items(), key=lambda item: item[1][0]):
-            if any(self._to_hold_s(other, state, reached[0] - cost) for other, cost in cheapest):
+            if any(self._can_hold(other, state, reached[0] - cost) for other, cost in cheapest):
                 continue
             kept[state] = reached
             if len(cheapest) < COMPARED:
                 cheapest.append((state, reached[0]))
         return kept
 
-    def _to_hold_s(self, state: int, wanted: int, budget_s: float) -> bool:
+    def _can_hold(self, state: int, wanted: int, budget_s: float) -> bool:
         """Whether conversions for no more than this make a state hold all that another one holds."""
         if not wanted & ~state:
             return True
         for value, slot in self.slots.items():
             have, want = state >> slot & ALL, wanted >> slot & ALL
             if want & ~have:
-                key = (value, have, want)
-                if key not in self.fills:
-                    self.fills[key] = self._fill_s(value, have, want)
-                budget_s -= self.fills[key]
+                budget_s -= self.converters[value].bound_s(have, want)
                 if budget_s < 0:
                     return False
         return True
 
-    def _fill_s(self, value: int, mask: int, wanted: int) -> float:
-        """Seconds of some conversions that add the wanted forms of a value; infinite where there are none."""
-        total = 0.0
-        for form in range(BITS):
-            if wanted >> form & 1 and not mask >> form & 1:
-                paths = self._paths(value, mask, form)
-                if not paths:
-                    return float("inf")
-                mask, seconds, _ = paths[0]
-                total += seconds
-        return total
-
-    def reached(self, state: int, needs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, float, tuple[Move, ...]]]:
-        """Every way to have all of `needs` (value, form): (state, seconds, conversions)."""
+    def reached(self, state: int, needs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, float]]:
+        """Every way to have all of `needs` (value, set of forms) that may be the best: (state, seconds)."""
         if not needs:
-            yield state, 0.0, ()
+            yield state, 0.0
             return
-        (value, form), rest = needs[0], needs[1:]
+        (value, want), rest = needs[0], needs[1:]
         slot = self.slots[value]
-        mask = state >> slot & ALL
-        for more, seconds, moves in self._paths(value, mask, form):
-            for final, others_s, others in self.reached(state | more << slot, rest):
-                yield final, seconds + others_s, (*moves, *others)
-
-    def _paths(self, value: int, mask: int, form: int) -> list[tuple[int, float, tuple[Move, ...]]]:
-        """Conversions that make `form` of a value from the forms in `mask`: (all forms then held, seconds, moves)."""
-        key = (value, mask, form)
-        if key not in self.known:
-            found = sorted(self._walks(value, mask, form, 1 << form), key=lambda one: (one[1], len(one[2])))
-            best: list[tuple[int, float, tuple[Move, ...]]] = []
-            for one in found:
-                if not any(one[0] & ~other[0] == 0 for other in best):
-                    best.append(one)
-            self.known[key] = best
-        return self.known[key]
-
-    def _walks(self, value: int, mask: int, form: int, passed: int) -> Iterator[tuple[int, float, tuple[Move, ...]]]:
-        if mask >> form & 1:
-            yield mask, 0.0, ()
-            return
-        for (source, target), seconds in self.problem.conversions[value].items():
-            if target == form and not passed >> source & 1:
-                for held, earlier_s, moves in self._walks(value, mask, source, passed | 1 << source):
-                    yield held | 1 << form, earlier_s + seconds, (*moves, (value, source, form))
+        for more, seconds in self.converters[value].options(state >> slot & ALL, want):
+            for final, others_s in self.reached(state | more << slot, rest):
+                yield final, seconds + others_s
 
     def _take(self, value: int) -> int:
         self.slots[value] = self.free.pop() if self.free else BITS * len(self.slots)
         return self.slots[value]
 
 
-def _solution(cost_s: float, trail: _Trail) -> Solution:
-    ways: list[int] = []
-    before: list[tuple[Move, ...]] = []
-    after = trail.moves
-    at = trail.earlier
-    while at is not None:
-        ways.append(at.way)
-        before.append(at.moves)
-        at = at.earlier
-    return Solution(cost_s=cost_s, ways=tuple(reversed(ways)), before=tuple(reversed(before)), after=after)
+def _picks(blocks: Sequence[Block], trail: _Trail) -> dict[int, int]:
+    """The way of every step, by its place."""
+    found: dict[int, int] = {}
+    for block in reversed(blocks):
+        assert trail is not None
+        trail, number = trail
+        found.update(block.picks(number))
+    return found
+
+
+def _solution(
+    problem: Problem,
+    converters: Sequence[Converter],
+    ends: tuple[Mapping[int, int], Mapping[int, int]],
+    cost_s: float,
+    picks: Mapping[int, int],
+) -> Solution:
+    """The program of these ways, between the forms of what comes in and goes out: every value converted by its cheapest
+    tree, when a form is first needed."""
+    given, end = ends
+    ways = tuple(picks[place] for place in range(len(problem.steps)))
+    held = {value: 1 << form for value, form in given.items()}
+    wanted: dict[int, int] = {value: 1 << form for value, form in end.items()}
+    for step, number in zip(problem.steps, ways, strict=True):
+        held[step.output] = 1 << step.ways[number].gives
+        for value, form in zip(step.inputs, step.ways[number].needs, strict=True):
+            wanted[value] = wanted.get(value, 0) | 1 << form
+    trees = {value: converters[value].tree(held[value], want) for value, want in wanted.items()}
+
+    def moves(value: int, form: int) -> Iterator[Move]:
+        """What is missing for a form, in order."""
+        if not held[value] >> form & 1:
+            source = trees[value][form]
+            yield from moves(value, source)
+            held[value] |= 1 << form
+            yield value, source, form
+
+    before = tuple(
+        tuple(
+            move
+            for value, form in zip(step.inputs, step.ways[number].needs, strict=True)
+            for move in moves(value, form)
+        )
+        for step, number in zip(problem.steps, ways, strict=True)
+    )
+    after = tuple(move for value, form in end.items() for move in moves(value, form))
+    return Solution(cost_s=cost_s, ways=ways, before=before, after=after)

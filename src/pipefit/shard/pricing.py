@@ -7,14 +7,11 @@ with the one that its backward does (the duality of forms).
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipefit.cost.exchanges import BACKWARD
-from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
@@ -27,7 +24,8 @@ from pipefit.shard.operator_work import OperatorWork
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import Labelled, Labels
 from pipefit.shard.setting import Setting as Setting
-from pipefit.shard.template import WHOLE_CUT, Fractions, Line, Lines, OpenStep, OpenWay, Template, Toll
+from pipefit.shard.template import WHOLE_CUT, Fractions, Lines, OpenStep, OpenWay, Template, Toll
+from pipefit.shard.tolls import Tolls, conversions, unshardings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,10 @@ class Pick:
     "How that moves uneven parts (`Toll.how`)."
     factors: bool = False
     "Whether everyone computes all of a linear layer's weight gradient, from factors that are gathered."
+
+
+Offered = tuple[tuple[OpenWay, ...], tuple[Pick, ...]]
+"""The ways of a step, and what they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,11 @@ class PricedLayer:
             return form.kind == "I"
         place = name, form.dim
         return self.cuts.get(place) in fractions.worst and self.units[place] in (0, self.shapes[name][form.dim])
+
+    def taking(self, graph: Graph, takes: Form) -> PricedLayer:
+        """The same for another form of the hidden state that comes in."""
+        given = {self.values.index(t.name): number_of(takes) for t in graph.inputs if on_stream(t)}
+        return replace(self, template=replace(self.template, given={**self.template.given, **given}))
 
 
 def priced(graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form] | None = None) -> PricedLayer:
@@ -150,6 +157,12 @@ class _Pricing:
 
     def parameter(self, spec: ParameterSpec) -> None:
         """A parameter chooses its form: whole, and its gradient is reduced once an iteration; or split."""
+        like = (spec.shape, spec.trainable, self.cuts_of(spec.name), self.pinned.get(spec.name))
+        ways, picks = self.setting.once((*like, spec.name in self.factored), lambda: self.parameter_ways(spec))
+        self._step((), spec.name, ways, picks, -1)
+
+    def parameter_ways(self, spec: ParameterSpec) -> Offered:
+        """The forms that a parameter may have."""
         elements = element_count(spec.shape, {})
         ways, picks = [], []
         forms = [IDENTITY, *(gathered(dim) for dim in range(len(spec.shape)) if self.cut(spec.name, dim) is not None)]
@@ -177,43 +190,36 @@ class _Pricing:
             if form == IDENTITY and spec.name in self.factored:
                 ways.append(replace(ways[-1], gives=frontier.ALIKE, once_s=0.0))
                 picks.append(Pick())
-        self._step((), spec.name, ways, picks, -1)
+        return tuple(ways), tuple(picks)
 
-    def unshardings(self, spec: ParameterSpec) -> Mapping[tuple[int, int], Toll]:
+    def unshardings(self, spec: ParameterSpec) -> Tolls:
         """Storing a parameter split and gathering it for use (FSDP): in the forward, for the input gradient again, and
         its gradient is reduced in every microbatch."""
-        if sum(spec.name in operator.inputs for operator in self.graph.operators) > 1:
+        if self.readers[spec.name] > 1:
             return {}
-        elements, often = float(element_count(spec.shape, {})), gathers_of(self.graph, spec.name)
-        times = {"all_gather": max(1, often), "reduce_scatter": int(spec.trainable)}
-        size = elements * self.width
-        sizes = {
-            "all_gather": size,
-            "reduce_scatter": elements * GRADIENT_BYTES[self.setting.precision] if often else size,
-        }
-        lowered = self.setting.lowered
-
-        def seconds(padding: float) -> float:
-            return sum(times[kind] * self.setting.collective(kind, padding * sizes[kind]) for kind in sizes)
-
-        def ways(kind: str) -> tuple[Lowered, ...]:
-            found = lowered(kind, sizes[kind]) if lowered else ()
-            return tuple(
-                replace(one, constant_s=times[kind] * one.constant_s, slope=times[kind] * one.slope) for one in found
-            )
-
-        line = (0.0, 0.0) if lowered else (2 * seconds(1.0) - seconds(2.0), seconds(2.0) - seconds(1.0))
-        ahead, back = ways("all_gather"), ways("reduce_scatter")
-        return {
-            (frontier.split_along(dim), frontier.WHOLE): Toll(
-                line, cut, passing=max(sizes.values()), ahead=ahead, back=back
-            )
-            for dim in range(len(spec.shape))
-            if (cut := self.cut(spec.name, dim)) is not None
-        }
+        often = gathers_of(self.graph, spec.name)
+        cuts = self.cuts_of(spec.name)
+        like = ("unshard", spec.shape, cuts, spec.trainable, often)
+        return self.setting.once(like, lambda: unshardings(self.setting, spec.shape, cuts, spec.trainable, often))
 
     def operator(self, place: int, operator: Operator) -> None:
         assert len(operator.outputs) == 1, f"{operator.kind} has several outputs"
+        like = (operator.kind, repr(operator.attributes), *map(self.likeness, (*operator.inputs, *operator.outputs)))
+        ways, picks = self.setting.once(like, lambda: self.operator_ways(operator))
+        self._step(tuple(name for name in operator.inputs if name), operator.outputs[0], ways, picks, place)
+
+    def likeness(self, name: str) -> object:
+        """What of an operand its operator's ways depend on."""
+        if not name:
+            return None
+        if name in self.parameters:
+            like: tuple[object, ...] = (self.parameters[name].trainable, name in self.factored)
+        else:
+            like = (self.tensors[name].dtype, self.tensors[name].role)
+        return self.shapes[name], like, self.cuts_of(name), self.held_bytes(name)
+
+    def operator_ways(self, operator: Operator) -> Offered:
+        """The ways to compute an operator."""
         labelled = labels_at(self.shapes, operator)
         present = [index for index, name in enumerate(operator.inputs) if name]
         whole = (0,) * len(present)
@@ -250,18 +256,22 @@ class _Pricing:
             for way, pick in self.factor_ways(operator, tables, plain[2], size):
                 ways.append(way)
                 picks.append(pick)
-        self._step(tuple(operator.inputs[index] for index in present), operator.outputs[0], ways, picks, place)
+        return tuple(ways), tuple(picks)
+
+    @cached_property
+    def readers(self) -> Counter[str]:
+        """How often every value is read."""
+        return Counter(name for operator in self.graph.operators for name in operator.inputs)
 
     @cached_property
     def factored(self) -> frozenset[str]:
         """Parameters of linear layers that nobody else reads, whose factors may be gathered."""
         lowered = self.setting.lowered
-        readers = Counter(name for operator in self.graph.operators for name in operator.inputs)
         found: set[str] = set()
         for operator in self.graph.operators if lowered is not None else ():
             own = {name for name in operator.inputs[1:] if name}
             free = all(
-                readers[name] == 1
+                self.readers[name] == 1
                 and name in self.parameters
                 and self.parameters[name].trainable
                 and name not in self.pinned
@@ -332,53 +342,17 @@ class _Pricing:
                 found.append((form, toll))
         return found
 
-    def tolls(self, tensor: Tensor) -> Mapping[tuple[int, int], Toll]:
+    def tolls(self, tensor: Tensor) -> Tolls:
         """Every conversion of a value, with what its backward does."""
-        cuts = {dim: cut for dim in range(len(tensor.shape)) if (cut := self.cut(tensor.name, dim)) is not None}
-        size = float(element_count(tensor.shape, self.setting.symbols) * self.width)
-        kept = self.held_bytes(tensor.name)
-        found: dict[tuple[int, int], Toll] = {}
-        for dim, cut in cuts.items():
-            along = frontier.split_along(dim)
-            slow = max(
-                2 * size / kind.memory_bandwidth_bytes_per_s + 2 * kind.overhead_s for kind in self.setting.kinds
-            )
-            found[frontier.WHOLE, along] = Toll((slow, 0.0), cut, meets=False, held=(0.0, kept))
-            if tensor.role == "activation":
-                found[along, frontier.WHOLE] = self.moving("all_gather", size, cut, (kept, 0.0))
-                found[frontier.PARTIAL, along] = self.moving("reduce_scatter", size, cut, (0.0, kept))
-        if tensor.role == "activation" and self.setting.lowered is not None:
-            for (old, earlier), (new, cut) in itertools.permutations(cuts.items(), 2):
-                toll = self.moving("all_to_all", size, cut, (0.0, kept), earlier)
-                found[frontier.split_along(old), frontier.split_along(new)] = toll
-        if tensor.role == "activation":
-            found[frontier.PARTIAL, frontier.WHOLE] = Toll(
-                (self.there_and_back("all_reduce", size), 0.0), held=(kept, 0.0)
-            )
-        return found
+        kept, cuts, activation = self.held_bytes(tensor.name), self.cuts_of(tensor.name), tensor.role == "activation"
+        like = ("convert", tensor.shape, cuts, kept, activation)
+        return self.setting.once(like, lambda: conversions(self.setting, tensor.shape, cuts, kept, activation))
 
     def held_bytes(self, name: str) -> float:
         """What stays of a value for the backward; a layer's result is kept by the next one."""
         if name not in self.kept:
             return 0.0
         return float(element_count(self.shapes[name], self.setting.symbols) * self.width)
-
-    def moving(self, kind: str, size: float, cut: int, held: Line, earlier: int = WHOLE_CUT) -> Toll:
-        """A collective of parts, with the lowerings from which the cheapest is taken."""
-        lowered = self.setting.lowered
-        if lowered is None:
-            return Toll(self.line(kind, size), cut, held=held)
-        return Toll(
-            (0.0, 0.0), cut, held=held, ahead=lowered(kind, size), back=lowered(BACKWARD[kind], size), earlier=earlier
-        )
-
-    def line(self, kind: str, size: float) -> Line:
-        """A padded collective, forward and backward, as a line in n x the largest fraction."""
-        one, two = self.there_and_back(kind, size), self.there_and_back(kind, 2 * size)
-        return 2 * one - two, two - one
-
-    def there_and_back(self, kind: str, size: float) -> float:
-        return self.setting.collective(kind, size) + self.setting.collective(BACKWARD[kind], size)
 
     def cut(self, name: str, dim: int) -> int | None:
         """The units of a dimension here; None where it cannot be split among these devices."""
@@ -387,9 +361,15 @@ class _Pricing:
         units = self.units[name, dim] or self.setting.symbols[str(self.shapes[name][dim])]
         return units if units >= len(self.setting.kinds) else None
 
-    def _step(self, inputs: tuple[str, ...], output: str, ways: list[OpenWay], picks: list[Pick], place: int) -> None:
-        self.steps.append(OpenStep(tuple(self.values[name] for name in inputs), self.number(output), tuple(ways)))
-        self.picks.append(tuple(picks))
+    def cuts_of(self, name: str) -> tuple[int | None, ...]:
+        """The units of every dimension of a value."""
+        return tuple(self.cut(name, dim) for dim in range(len(self.shapes[name])))
+
+    def _step(
+        self, inputs: tuple[str, ...], output: str, ways: tuple[OpenWay, ...], picks: tuple[Pick, ...], place: int
+    ) -> None:
+        self.steps.append(OpenStep(tuple(self.values[name] for name in inputs), self.number(output), ways))
+        self.picks.append(picks)
         self.operators.append(place)
 
 

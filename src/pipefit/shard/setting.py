@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import Precision
 from pipefit.cost.roofline import CollectiveTime
 from pipefit.shard.template import Members
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,16 @@ class Setting:
             tuple(rate / by for rate, by in zip(rates, slow, strict=True)),
             tuple(move / by for move, by in zip(moves, slow, strict=True)),
         )
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
+
+    def once(self, key: object, made: Callable[[], Found]) -> Found:
+        """What `made` gives, made once in this setting for everything with this key: repeated layers cost one."""
+        if key not in self._known:
+            self._known[key] = made()
+        return cast(Found, self._known[key])
 
     @property
     def symbols(self) -> dict[str, int]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from pipefit.cost.lowerings import Lowered, Parts
 from pipefit.layout import split
-from pipefit.shard.frontier import Conversions, Move, Problem, Solution, Step, Way
+from pipefit.shard.conversions import Conversions
+from pipefit.shard.frontier import Move, Problem, Solution, Step, Way
 
 Line = tuple[float, float]
 """Seconds = first + second x fraction."""
@@ -171,28 +172,28 @@ class Template:
         def held_s(one: OpenWay | Toll) -> float:
             return byte_price_s * (one.held[0] + one.held[1] * max(fractions.worst[one.cut])) if byte_price_s else 0.0
 
-        steps, numbers = [], []
-        for step in self.steps:
+        def ways_at(ways: tuple[OpenWay, ...]) -> tuple[tuple[Way, ...], tuple[int, ...]]:
             able = tuple(
                 number
-                for number, way in enumerate(step.ways)
+                for number, way in enumerate(ways)
                 if way.cut in fractions.worst
                 and all(toll.able(fractions) for toll in (way.toll, way.talk) if toll is not None)
             )
-            ways = [step.ways[number] for number in able]
-            costs = [way.cost_s(fractions, self.members.kinds) + held_s(way) for way in ways]
-            steps.append(
-                Step(
-                    step.inputs,
-                    step.output,
-                    tuple(Way(way.needs, way.gives, cost) for way, cost in zip(ways, costs, strict=True)),
-                )
-            )
-            numbers.append(able)
-        conversions: list[Conversions] = [
-            {move: toll.seconds(fractions) + held_s(toll) for move, toll in tolls.items() if toll.able(fractions)}
-            for tolls in self.tolls
-        ]
+            costs = [ways[number].cost_s(fractions, self.members.kinds) + held_s(ways[number]) for number in able]
+            found = tuple(Way(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True))
+            return found, able
+
+        def tolls_at(tolls: Mapping[tuple[int, int], Toll]) -> Conversions:
+            return {
+                move: toll.seconds(fractions) + held_s(toll) for move, toll in tolls.items() if toll.able(fractions)
+            }
+
+        each = {id(step.ways): step.ways for step in self.steps}  # steps that are alike have the same ways
+        priced = {key: ways_at(ways) for key, ways in each.items()}
+        steps = [Step(step.inputs, step.output, priced[id(step.ways)][0]) for step in self.steps]
+        numbers = [priced[id(step.ways)][1] for step in self.steps]
+        moves = {key: tolls_at(tolls) for key, tolls in {id(tolls): tolls for tolls in self.tolls}.items()}
+        conversions = [moves[id(tolls)] for tolls in self.tolls]
         problem = Problem(steps=tuple(steps), conversions=tuple(conversions), given=self.given, wanted=self.wanted)
         return problem, tuple(numbers)
 

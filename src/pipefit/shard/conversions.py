@@ -1,0 +1,120 @@
+"""What it takes to bring a value from the forms in which it is held to others.
+
+Forms are numbers, sets of them bit masks. A conversion adds a form and takes none away, so the cheapest way to hold a
+set of forms is a shortest path over sets: a cheapest tree of conversions, shared by all that read the value.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+BITS = 8
+"""How many forms there are: I is 0, P is 1, G(d) is 2 + d, and the last is `frontier.ALIKE`."""
+
+Conversions = Mapping[tuple[int, int], float]
+"""(from form, to form) -> seconds."""
+
+_Reached = dict[int, tuple[float, int, tuple[int, int]]]
+"""Set of forms -> (seconds, the set before, the conversion that led here)."""
+
+
+class Converter:
+    """The conversions of one value."""
+
+    def __init__(self, conversions: Conversions) -> None:
+        self.conversions = conversions
+        self._between = _shortest(conversions)
+        self._known: dict[tuple[int, int], float] = {}
+        self._bounds: dict[tuple[int, int], float] = {}
+        self._reached: dict[int, _Reached] = {}
+        self._options: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
+
+    def cheapest_s(self, have: int, want: int) -> float:
+        """Seconds until a value that is held in the forms `have` is held in `want` too; infinite where that cannot
+        be."""
+        missing = want & ~have
+        if not missing:
+            return 0.0
+        if not missing & (missing - 1) and not have & (have - 1):
+            return self._between[have.bit_length() - 1][missing.bit_length() - 1]
+        key = have, want
+        if key not in self._known:
+            reached = self._spread(have)
+            able = [seconds for mask, (seconds, _, _) in reached.items() if not want & ~mask]
+            self._known[key] = min(able, default=float("inf"))
+        return self._known[key]
+
+    def bound_s(self, have: int, want: int) -> float:
+        """No less than `cheapest_s`, and quick: every form that is missing on a way of its own."""
+        missing = want & ~have
+        if not missing:
+            return 0.0
+        key = have, want
+        if key not in self._bounds:
+            starts = [self._between[form] for form in range(BITS) if have >> form & 1]
+            self._bounds[key] = sum(
+                min((each[form] for each in starts), default=float("inf"))
+                for form in range(BITS)
+                if missing >> form & 1
+            )
+        return self._bounds[key]
+
+    def options(self, have: int, want: int) -> tuple[tuple[int, float], ...]:
+        """The sets of forms that may be worth holding once `want` is there: (set, seconds). A set is left out if a
+        smaller one costs no more together with what it lacks, converted later."""
+        key = have, want
+        if key not in self._options:
+            if not want & ~have:
+                self._options[key] = ((have, 0.0),)
+                return self._options[key]
+            able = sorted((s, mask) for mask, (s, _, _) in self._spread(have).items() if not want & ~mask)
+            found: list[tuple[int, float]] = []
+            for seconds, mask in able:
+                if not any(other_s + self.bound_s(other, mask) <= seconds for other, other_s in found):
+                    found.append((mask, seconds))
+            self._options[key] = tuple(found)
+        return self._options[key]
+
+    def tree(self, have: int, want: int) -> dict[int, int]:
+        """Of every form that the cheapest way to `want` makes: the form that it is made from."""
+        if not want & ~have:
+            return {}
+        reached = self._spread(have)
+        mask = min((m for m in reached if not want & ~m), key=lambda m: (reached[m][0], m.bit_count()))
+        found: dict[int, int] = {}
+        while mask != have:
+            _, mask, (source, target) = reached[mask]
+            found[target] = source
+        return found
+
+    def _spread(self, have: int) -> _Reached:
+        """Every set of forms that can be reached from these."""
+        if have not in self._reached:
+            final: _Reached = {}
+            queue: list[tuple[float, int, int, tuple[int, int]]] = [(0.0, have, have, (0, 0))]
+            while queue:
+                seconds, mask, before, move = heapq.heappop(queue)
+                if mask in final:
+                    continue
+                final[mask] = seconds, before, move
+                for (source, target), more_s in self.conversions.items():
+                    if mask >> source & 1 and not mask >> target & 1 and mask | 1 << target not in final:
+                        heapq.heappush(queue, (seconds + more_s, mask | 1 << target, mask, (source, target)))
+            self._reached[have] = final
+        return self._reached[have]
+
+
+def _shortest(conversions: Conversions) -> list[list[float]]:
+    """Seconds from every form to every other, by Floyd and Warshall."""
+    found = [[0.0 if a == b else float("inf") for b in range(BITS)] for a in range(BITS)]
+    for (source, target), seconds in conversions.items():
+        found[source][target] = min(found[source][target], seconds)
+    used = sorted({form for move in conversions for form in move})
+    for via in used:
+        for source in used:
+            first = found[source][via]
+            for target in used:
+                if first + found[via][target] < found[source][target]:
+                    found[source][target] = first + found[via][target]
+    return found

@@ -1,0 +1,186 @@
+"""Steps of a program joined where one alone reads what another makes: the same optimum with far fewer steps.
+
+If a value has one reader, its forms are nobody else's business: for every way of the reader and of the maker the
+cheapest conversion between them is known at once, and both become one step with the ways that remain (variable
+elimination, as in probabilistic networks: Bertele and Brioschi, 1972). Parameters vanish in the operators that read
+them, branches in their sums, and a chain of layers becomes one step. Ways that another one can stand in for are
+dropped; equal parts of a program, such as repeated layers, are joined once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipefit.shard.conversions import Converter
+
+WIDEST = 40_000
+"""Pairs of ways that two steps may have to be joined: with more the search over states is cheaper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """One way to compute all steps of a block."""
+
+    needs: tuple[int, ...]
+    "Of every input: the set of forms that are read."
+    gives: int
+    cost_s: float
+    parts: tuple[int, int]
+    "Numbers of the ways of the block that was joined and of the one that it was joined to; of a step, (its way, -1)."
+
+
+Joints = tuple[Joint, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A step, or several joined ones."""
+
+    inputs: tuple[int, ...]
+    "Every value once."
+    output: int
+    ways: Joints
+    place: int
+    "Of the last step in it."
+    joined: tuple[Block, Block] | None = None
+    "The maker and the reader that it was made of."
+
+    def picks(self, number: int) -> Iterable[tuple[int, int]]:
+        """(place, number of its way) of every step in it."""
+        waiting: list[tuple[Block, int]] = [(self, number)]
+        while waiting:
+            block, way = waiting.pop()
+            first, second = block.ways[way].parts
+            if block.joined is None:
+                yield block.place, first
+            else:
+                waiting += [(block.joined[0], first), (block.joined[1], second)]
+
+
+@dataclass
+class Joiner:
+    """Joins the blocks of one program."""
+
+    converters: Sequence[Converter]
+    "Of every value; values with equal conversions share one."
+    given: Mapping[int, int]
+    kept: frozenset[int]
+    "Values that are handed on."
+    _known: dict[object, tuple[Joints, tuple[object, ...]]] = field(default_factory=dict)
+
+    def join(self, blocks: Sequence[Block]) -> list[Block]:
+        """The program with every value gone that one block alone reads, where that has not too many ways."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for block in blocks:
+            for value in block.inputs:
+                readers[value].add(block.place)
+        makers: dict[int, Block] = {}
+        left: dict[int, Block] = {}
+        for block in blocks:
+            refused: set[int] = set()
+            while True:
+                able = [v for v in block.inputs if len(readers[v]) == 1 and v not in self.kept and v not in refused]
+                value = next((v for v in able if v in makers or v in self.given), -1)
+                if value < 0:
+                    break
+                maker = makers.get(value)
+                if maker is None:
+                    block = self._fed(block, value)
+                    continue
+                if len(maker.ways) * len(block.ways) > WIDEST:
+                    refused.add(value)
+                    continue
+                for other in maker.inputs:
+                    readers[other] = readers[other] - {maker.place} | {block.place}
+                del left[maker.place]
+                block = self._joined(maker, block, value)
+            left[block.place] = makers[block.output] = block
+        return list(left.values())
+
+    def undominated(self, block: Block) -> Block:
+        """The block without ways that another one can stand in for."""
+        ways = self._undominated(block.ways, block.inputs, block.output)
+        return Block(block.inputs, block.output, ways, block.place, block.joined)
+
+    def _fed(self, block: Block, value: int) -> Block:
+        """The block with a value that comes from outside converted in it."""
+        own = block.inputs.index(value)
+        have, converter = 1 << self.given[value], self.converters[value]
+        best: dict[tuple[int, tuple[int, ...]], Joint] = {}
+        for way in block.ways:
+            seconds = way.cost_s + converter.cheapest_s(have, way.needs[own])
+            key = way.gives, way.needs[:own] + way.needs[own + 1 :]
+            if seconds < (best[key].cost_s if key in best else float("inf")):
+                best[key] = Joint(key[1], way.gives, seconds, way.parts)
+        inputs = block.inputs[:own] + block.inputs[own + 1 :]
+        ways = self._undominated(tuple(best.values()), inputs, block.output)
+        return Block(inputs, block.output, ways, block.place, block.joined)
+
+    def _joined(self, maker: Block, reader: Block, value: int) -> Block:
+        own = reader.inputs.index(value)
+        around = [each for each in reader.inputs if each != value]
+        inputs = tuple(dict.fromkeys((*around, *maker.inputs)))
+        places = tuple(map(inputs.index, maker.inputs)), tuple(map(inputs.index, around))
+        kin = tuple(id(self.converters[v]) for v in (value, *inputs, reader.output))
+        key = id(maker.ways), id(reader.ways), own, places, kin
+        if key not in self._known:
+            pairs = _pairs(maker.ways, reader.ways, own, places, len(inputs), self.converters[value])
+            ways = self._undominated(pairs, inputs, reader.output)
+            self._known[key] = ways, (maker.ways, reader.ways)  # kept alive: the key has their identities
+        return Block(inputs, reader.output, self._known[key][0], reader.place, (maker, reader))
+
+    def _undominated(self, ways: Joints, inputs: Sequence[int], output: int) -> Joints:
+        """Without ways that cost as much as another one together with the conversions that make up for it."""
+        given = self.converters[output]
+        read = [self.converters[value] for value in inputs]
+        kept: list[Joint] = []
+        for way in sorted(ways, key=lambda one: one.cost_s):
+            for other in kept:
+                left_s = way.cost_s - other.cost_s - given.bound_s(1 << other.gives, 1 << way.gives)
+                if left_s < 0:
+                    continue
+                for converter, have, want in zip(read, way.needs, other.needs, strict=True):
+                    if want & ~have:
+                        left_s -= converter.bound_s(have, want)
+                if left_s >= 0:
+                    break
+            else:
+                kept.append(way)
+        return tuple(kept)
+
+
+def _pairs(
+    makers: Joints,
+    readers: Joints,
+    own: int,
+    places: tuple[tuple[int, ...], tuple[int, ...]],
+    count: int,
+    converter: Converter,
+) -> Joints:
+    """Every way of the maker with every way of the reader, which reads what is made as its input `own`; `places` are
+    those of the inputs of both among `count`. Of those with the same needs and result, the cheapest."""
+    by_form: dict[int, list[tuple[int, Joint]]] = defaultdict(list)
+    for number, way in enumerate(makers):
+        by_form[way.gives].append((number, way))
+    from_maker, from_reader = places
+    best: dict[tuple[int, tuple[int, ...]], tuple[float, int, int]] = {}
+    for second, reader in enumerate(readers):
+        wanted = reader.needs[own]
+        around = [0] * count
+        for place, mask in zip(from_reader, reader.needs[:own] + reader.needs[own + 1 :], strict=True):
+            around[place] = mask
+        for form, ways in by_form.items():
+            base_s = reader.cost_s + converter.cheapest_s(1 << form, wanted)
+            if base_s == float("inf"):
+                continue
+            for first, maker in ways:
+                needs = around.copy()
+                for place, mask in zip(from_maker, maker.needs, strict=True):
+                    needs[place] |= mask
+                key = reader.gives, tuple(needs)
+                seconds = base_s + maker.cost_s
+                if key not in best or seconds < best[key][0]:
+                    best[key] = seconds, first, second
+    return tuple(Joint(needs, gives, seconds, (a, b)) for (gives, needs), (seconds, a, b) in best.items())
