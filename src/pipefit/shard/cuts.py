@@ -16,6 +16,9 @@ from pipefit.shard.program import LOCAL, labels_at
 Place = tuple[str, int]
 """(value or parameter, dimension)."""
 
+DIMENSIONS = 6
+"""Dimensions from the front that may be split: the search has no more forms (`frontier.py`)."""
+
 
 def cut_units(graph: Graph) -> Mapping[Place, int]:
     """Units of every dimension that can be split; 0 for rows and tokens, which are cut at run time."""
@@ -49,7 +52,7 @@ def cut_units(graph: Graph) -> Mapping[Place, int]:
         if place in parent:
             classes.setdefault(find(place), []).extend(sizes)
     units = {root: _units(sizes) for root, sizes in classes.items()}
-    return {place: found for place in parent if (found := units[find(place)]) is not None}
+    return {place: found for place in parent if place[1] < DIMENSIONS and (found := units[find(place)]) is not None}
 
 
 def _units(sizes: list[Size]) -> int | None:
