@@ -136,7 +136,8 @@ def test_two_devices():
     assert {"G0>G1", "G1>G0", "G1>G2"} <= turns
     assert {"grouped", "alltoallv", "padded+grouped", "alltoallv+padded"} <= {word.partition("/")[2] for word in words}
     assert {"I", "P", "G0", "G1", "G2"} <= forms
-    assert {"d0", "d1", "heads", "in", "out", "vocabulary", "+1"} <= words
+    assert {"d0", "d1", "heads", "in", "out", "features", "vocabulary", "+1"} <= words
+    assert any("features" in case[-1][1].split() for case in todo), "a norm by features"
     stored = {word.split(":")[0] for word in words if ".weight:G" in word or ".bias:G" in word or "weight:G" in word}
     assert {"weight", "q.weight", "q.bias", "down.weight", "lm.weight"} <= stored, "stored split, gathered for use"
     assert any("vocabulary" in case[-1][-1] for case in todo), "the loss by vocabulary"
@@ -189,3 +190,45 @@ def test_queries_split_over_devices_see_the_right_keys():
     for count, shares in ((2, (2, 1)), (3, (1, 3, 1))):
         todo = [(shares, *way, window, lengths) for window, lengths, way in ways]
         assert run_processes(check_split_queries, count, todo) == [len(todo)] * count
+
+
+def layers_with_norms():
+    """The toy model with two layer norms and a softmax in the place of its blocks."""
+    b = GraphBuilder(HIDDEN)
+    n = b.add("layer_norm", "x", b.parameter("norm.weight", WIDTH), b.parameter("norm.bias", WIDTH), eps=1e-3)
+    t = b.add("softmax", b.add("add", "x", n), dim=2)
+    n = b.add("layer_norm", b.add("mul", t, "x"), "", "", eps=1e-3)
+    graph = b.finish(b.add("add", "x", n))
+    first, *_, head, loss = toy_layers(0)
+    return [first, StageLayer("mid", graph, {p.name: f"mid.{p.name}" for p in graph.parameters}), head, loss]
+
+
+BY_FEATURES = ("I>G2 features", "G2>G2 features d2 d2 d2 features d2", "G2>G2 features t0:G2>I out", "G2>I vocabulary")
+
+
+def check_norms(group, rank, cases):
+    """Loss and gradients with everything split by features or words, norms and softmax too, against one device."""
+    layers = layers_with_norms()
+    single = StageProgram(layers, dtype=torch.float64)
+    for shares, recompute, mode in cases:
+        wanted = fill(single)
+        single.begin_step(0, 31)
+        feeds = [toy_feed(6, 10, seed=1), toy_feed(6, 7, seed=2)]
+        wanted_loss = sum(single.forward(m, 0, {}, feed)["loss"] for m, feed in enumerate(feeds))
+        for m in range(len(feeds)):
+            single.backward(m, 0, {})
+        programs = [write(one.graph, shares, parse_recipe(text)) for one, text in zip(layers, BY_FEATURES, strict=True)]
+        assert [each.kind for each in programs[1].graphs[rank].operators] == [
+            "layer_norm_shard", "add", "softmax_shard", "mul", "layer_norm_shard", "add"
+        ]  # fmt: skip
+        whole = {name: p.data for name, p in single.parameters.items()}
+        loss, found = programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 31)
+        assert abs(loss - wanted_loss) <= EXACT * abs(wanted_loss)
+        assert_close(found, wanted, EXACT)
+    return len(cases)
+
+
+@pytest.mark.parametrize("shares", [(2, 1), (3, 1, 2), (1, 3, 2, 1)])
+def test_norms_and_softmax_along_what_they_normalise(shares):
+    ways = ("none", "B"), ("selective", "IW"), ("full", "B")
+    assert run_processes(check_norms, len(shares), [(shares, *way) for way in ways]) == [3] * len(shares)

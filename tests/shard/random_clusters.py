@@ -66,7 +66,7 @@ def loose_template(seed: int):
         return one if one is None or one.cut < 0 else replace(one, cut=0)
 
     steps = tuple(
-        replace(step, ways=tuple(replace(loose(way), toll=loose(way.toll)) for way in step.ways))
+        replace(step, ways=tuple(replace(loose(way), toll=loose(way.toll), talk=loose(way.talk)) for way in step.ways))
         for step in template.steps
     )
     tolls = tuple({move: loose(toll) for move, toll in each.items()} for each in template.tolls)

@@ -28,7 +28,7 @@ def every_operator(choice):
     for step, number, moves in zip(choice.template.steps, choice.ways, choice.before, strict=True):
         way = step.ways[number]
         tolls = [choice.template.tolls[value][source, target] for value, source, target in moves]
-        found.append((Stretch((*tolls, *([way.toll] if way.toll else [])), (way,)), 1))
+        found.append((Stretch((*tolls, *(toll for toll in (way.talk, way.toll) if toll)), (way,)), 1))
     tolls = [choice.template.tolls[value][source, target] for value, source, target in choice.after]
     return [*found, (Stretch(tuple(tolls), ()), 1)]
 
@@ -91,8 +91,9 @@ def joint_cost(template):
                         program.row({taken: 1.0, fractions[kind]: -second, pick: -big}, low=first - big)
         for way, pick in zip(step.ways, each, strict=True):
             program.costs[pick] += way.once_s * SCALE
-            if way.toll:
-                pays(way.toll, pick)
+            for toll in (way.talk, way.toll):
+                if toll:
+                    pays(toll, pick)
     found = program.solve(gap=3e-3)
     assert found is not None
     return found / SCALE

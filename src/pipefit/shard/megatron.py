@@ -83,7 +83,7 @@ def _units_downstream(
         labelled = labels_at(shapes, operator)
         labels = labelled.inputs[operator.inputs.index(name)]
         label = None if labels is None else labels[dim]
-        if label is None:
+        if label is None or (label in labelled.kinds and label in labelled.outputs[0]):  # a norm would have to talk
             return 0
         if label in labelled.outputs[0] and operator.kind != "attention":
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)

@@ -2,13 +2,16 @@
 
 Keeps x and one reciprocal root mean square per row; statistics are computed in float32 or wider.
 While it runs, it has up to two tensors like x in the wide type, and four in its backward (`run/ops/norm.py`).
+`rms_norm_shard` is the same of a run of the features: one sum a token is reduced over the devices, and one in the
+backward.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from pipefit.model.ops.kind import Call, OperatorKind, same_shape, save_input
+from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces, same_shape, save_input
 
 
 def _own_bytes(call: Call) -> int:
@@ -32,16 +35,32 @@ def _backward_extra(call: Call) -> int:
     return math.prod(x) * (4 * call.wide_bytes - call.compute_bytes)
 
 
+def _talks(call: Call) -> Talk:
+    """The sum of squares of every token; the product of the gradient and the normed x, summed."""
+    size = float(_own_bytes(call))
+    return Talk(forward=reduces(size, 1), input_gradient=reduces(size, 1))
+
+
+_RMS_NORM = OperatorKind(
+    kind="rms_norm",
+    summary="Root-mean-square norm over the last dimension.",
+    inputs=("x", "weight?"),
+    attributes={"eps": "added to the mean square"},
+    shapes=same_shape,
+    saves=save_input,
+    own_bytes=_own_bytes,
+    forward_extra=_forward_extra,
+    backward_extra=_backward_extra,
+)
+
 OPERATORS = (
-    OperatorKind(
-        kind="rms_norm",
-        summary="Root-mean-square norm over the last dimension.",
-        inputs=("x", "weight?"),
-        attributes={"eps": "added to the mean square"},
-        shapes=same_shape,
-        saves=save_input,
-        own_bytes=_own_bytes,
-        forward_extra=_forward_extra,
-        backward_extra=_backward_extra,
+    _RMS_NORM,
+    replace(
+        _RMS_NORM,
+        kind="rms_norm_shard",
+        summary="The same where every device has a run of the features: sums are reduced.",
+        attributes={"eps": "added to the mean square", "whole": "the number of all features"},
+        talks=_talks,
+        boundary=True,
     ),
 )

@@ -1,16 +1,47 @@
-"""softmax(x) over one dimension. Keeps its output."""
+"""softmax(x) over one dimension. Keeps its output.
+
+`softmax_shard` is the same where every device has a run of that dimension: the largest number and the sum of the
+exponentials are reduced over the devices, and one sum in the backward.
+"""
 
 from __future__ import annotations
 
-from pipefit.model.ops.kind import OperatorKind, same_shape, save_output
+import math
+from dataclasses import replace
+
+from pipefit.model.ops.kind import Call, OperatorKind, Talk, reduces, same_shape, save_output
+
+
+def _talks(call: Call) -> Talk:
+    """One number for every place of the other dimensions, in x's type: twice forward, once backward."""
+    x, dim = call.inputs[0], int(call.attributes["dim"])
+    assert x is not None
+    size = float(math.prod(x) // max(1, x[dim]) * call.compute_bytes)
+    return Talk(forward=reduces(size, 2), input_gradient=reduces(size, 1))
+
+
+def _products(call: Call) -> int:
+    """The output times its gradient, in the backward."""
+    return math.prod(call.outputs[0]) * call.compute_bytes
+
+
+_SOFTMAX = OperatorKind(
+    kind="softmax",
+    summary="Softmax over one dimension.",
+    inputs=("x",),
+    attributes={"dim": "the dimension, not negative"},
+    shapes=same_shape,
+    saves=save_output,
+)
 
 OPERATORS = (
-    OperatorKind(
-        kind="softmax",
-        summary="Softmax over one dimension.",
-        inputs=("x",),
-        attributes={"dim": "the dimension, not negative"},
-        shapes=same_shape,
-        saves=save_output,
+    _SOFTMAX,
+    replace(
+        _SOFTMAX,
+        kind="softmax_shard",
+        summary="The same where every device has a run of the dimension: maximum and sum are reduced.",
+        talks=_talks,
+        backward_extra=_products,
+        boundary=True,
     ),
 )

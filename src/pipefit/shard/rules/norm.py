@@ -1,21 +1,36 @@
-"""rms_norm, layer_norm, softmax: every dimension but the one that is normalised."""
+"""rms_norm, layer_norm, softmax: every dimension; along the one that is normalised the devices tell each other sums."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, leading, whole
+from pipefit.shard.rules import Cut, Labelled, leading
 
 
 def norm(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    labels = leading(len(outputs[0]))
-    return Labelled(inputs=(labels, *map(whole, inputs[1:])), outputs=(labels,), units={})
+    last = len(outputs[0]) - 1
+    labels = (*leading(last + 1)[:-1], "features")
+
+    def of_how_many(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+        """The attribute `whole`, where features are split."""
+        return {**attributes, "whole": cut.total} if cut.dim == last else attributes
+
+    return Labelled(
+        inputs=(labels, *(None if shape is None else ("features",) for shape in inputs[1:])),
+        outputs=(labels,),
+        units={},
+        kinds={"features": f"{operator.kind}_shard"},
+        local=of_how_many,
+    )
 
 
 def softmax(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     rank = len(outputs[0])
-    dim = int(operator.attributes["dim"]) % rank
-    labels = tuple(None if i == dim else f"d{i}" for i in range(rank))
-    return Labelled(inputs=(labels,), outputs=(labels,), units={})
+    labels = tuple(f"d{i}" for i in range(rank))
+    along = f"d{int(operator.attributes['dim']) % rank}"
+    return Labelled(inputs=(labels,), outputs=(labels,), units={}, kinds={along: "softmax_shard"})
 
 
 RULES = {"rms_norm": norm, "layer_norm": norm, "softmax": softmax}
