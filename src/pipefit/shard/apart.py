@@ -99,7 +99,8 @@ def _after(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[Sta
     if _unknown(operator, shapes):
         return _believed(name, out, [*rows.values()])
     labels = {(labelled.inputs[place] or ())[state.dim] for place, state in rows.items()}
-    if len(labels) > 1 or None in labels or len({state.inner for state in rows.values()}) > 1:
+    mixing = {None, *labelled.kinds}  # along labels with a kind of their own parts must know of each other
+    if len(labels) > 1 or labels & mixing or len({state.inner for state in rows.values()}) > 1:
         raise _Mixed(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
     label, inner = labels.pop(), next(iter(rows.values())).inner
     return _along(operator, labelled, label, inner, name)
