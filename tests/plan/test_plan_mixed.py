@@ -235,7 +235,7 @@ def test_floors_are_below_every_cut() -> None:
                 max(times[stage][a:b].sum() for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, 6))))
                 for cuts in itertools.combinations(range(1, 6), len(rows) - 1)
             )
-            assert max(floor.lane_s[index, 0], floor.largest_s[index, 0]) <= slowest * (1 + 1e-9)
+            assert max(floor.lane_s[0, index, 0], floor.stack.largest_s[index, 0]) <= slowest * (1 + 1e-9)
             seen += len({*map(id, rows)}) > 1
     assert seen > 3, "lanes of several kinds must be among them"
 

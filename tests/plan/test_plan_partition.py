@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipefit.plan.cut import some_cut_fits
 from pipefit.plan.cut_rows import LayerRow
-from pipefit.plan.partition import partition
+from pipefit.plan.partition import partition, some_partition_fits
 
 numbers = st.integers(0, 9)
 
@@ -40,6 +40,7 @@ def test_no_cut_is_better(problem: tuple[list[list[int]], list[list[int]], list[
     """The slowest stage is as fast as in the best of all cuts that fit; of those, the fullest is as empty."""
     times, memory, limits = problem
     bounds = partition(times, memory, limits)
+    assert partition(times, memory, limits, compiled=True) == bounds, "numba cuts as plain Python does"
     fitting = [
         cut
         for cut in all_cuts(len(times[0]), len(times))
@@ -70,7 +71,10 @@ def test_the_memory_test_is_exact(problem: tuple[list[list[int]], list[list[int]
         )
         for row, limit in zip(memory, limits, strict=True)
     ]
-    assert some_cut_fits(rows, [1] * len(rows)) == (partition(memory, memory, limits) is not None)
+    fits = partition(memory, memory, limits) is not None
+    assert some_cut_fits(rows, [1] * len(rows)) == fits
+    every, most = np.array(memory, dtype=float)[:, None], np.array(limits, dtype=float)[:, None]
+    assert some_partition_fits(every, most, compiled=True) == fits
 
 
 def test_without_memory_only_time_counts() -> None:

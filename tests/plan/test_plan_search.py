@@ -91,7 +91,7 @@ def test_the_search_finds_what_trying_everything_finds(name: str, job: Job) -> N
 def even_bounds(searcher: _Search, space: Iterable[Panel]) -> Iterator[tuple[Decisions, float]]:
     """Every candidate with the bound that it has before any cut."""
     for panel in space:
-        bounds = spread(searcher.floors.bound_s(panel, searcher.floors.panel(panel)), panel)
+        bounds = spread(searcher.floors.bound_s(searcher.floors.panel(panel))[0], panel)
         for index, bound_s in enumerate(bounds.tolist()):
             yield from ((decisions, bound_s) for decisions in panel.told_apart(index))
 

@@ -159,14 +159,14 @@ def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Clus
 
 def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     """At every level of looking, the one of the panels among them."""
-    from pipefit.plan.candidates import Candidate, Queue
+    from pipefit.plan.candidates import Candidate, queues
 
     bench, looked = Workbench(toy_model(2), slow(3)), 0
     searcher = _Search(bench, LONG, {"slice_multiple": 4096}, 1, None)
     for panel in panels(LONG, len(bench.module.layers), 3, 1, {"zero1": False}, bench.cutter, searcher.slicer):
         if not panel.slices:
             continue
-        queue = Queue(searcher.floors, panel)
+        queue = queues(searcher.floors, [panel])[0]
         while not queue.empty:
             for candidate in queue.next():
                 bounds, one = [candidate.bound_s], Candidate(candidate.decisions)

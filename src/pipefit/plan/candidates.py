@@ -10,7 +10,7 @@ import numpy as np
 
 from pipefit.cost.types import Array, CostTable
 from pipefit.cost.work import PipelineWork
-from pipefit.plan.bounds import Ints, facts_of
+from pipefit.plan.bounds import Ints
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.floors import Floors
 from pipefit.plan.panel import Panel, spread
@@ -42,50 +42,78 @@ class Candidate:
         return max(self.bound_s, self.guess_s)
 
 
+def queues(floors: Floors, space: Sequence[Panel]) -> list[Queue]:
+    """A queue for every panel."""
+    found: dict[int, Queue] = {}
+    for places, floor in floors.batches(space):
+        bounds = floors.bound_s(floor)
+        keys, guesses = bounds[..., None], None
+        if not floor.fused or not floor.alike or floor.panels[0].slices:
+            guesses = floors.guesses_s(floor)
+            keys = np.maximum(keys, guesses.min(axis=1))
+        least = zip(keys.min(axis=(1, 2, 3)).tolist(), bounds.min(axis=(1, 2)).tolist(), strict=True)
+        for at, (place, both) in enumerate(zip(places, least, strict=True)):
+            own = None if guesses is None else guesses[at]
+            found[place] = Queue(floor.panels[at], keys[at], bounds[at], own, both)
+    return [found[place] for place in range(len(space))]
+
+
 class Queue:
-    """The candidates of a panel that have not been made yet, the most promising first."""
+    """The candidates of a panel that have not been made yet, the most promising first. `keys` [microbatches,
+    recomputation, ZeRO-1] say which; `least` of keys and bounds. They are put in order when the first is wanted: of
+    most panels none ever is."""
 
-    def __init__(self, floors: Floors, panel: Panel) -> None:
+    def __init__(
+        self, panel: Panel, keys: Array, bounds: Array, guesses: Array | None, least: tuple[float, float]
+    ) -> None:
         self.panel = panel
-        floor = floors.panel(panel)
-        self._bound_s = spread(floors.bound_s(panel, floor), panel)
-        self._guess_s: dict[str, Array] = {}
-        keys = self._bound_s
-        if not facts_of(panel.names[0]).fused or not floor.alike or panel.slices:
-            guesses = floors.guesses_s(panel, floor)
-            self._guess_s = {name: spread(one, panel) for name, one in zip(panel.names, guesses, strict=True)}
-            keys = np.maximum(keys, spread(guesses.min(axis=0), panel))
-        self._sort(np.arange(len(keys)), keys)
+        self.key_s, self.bound_s = least
+        self._figures = keys, bounds, guesses
+        self._left: Ints | None = None
 
-    def _sort(self, left: Ints, keys: Array) -> None:
-        self._left = left[np.argsort(keys[left], kind="stable")]
-        self._keys = keys
+    @property
+    def _ordered(self) -> Ints:
+        if self._left is None:
+            keys, bounds, guesses = self._figures
+            self._bound_s, self._keys = spread(bounds, self.panel), spread(keys, self.panel)
+            named = zip(self.panel.names, guesses if guesses is not None else (), strict=False)
+            self._guess_s = {name: spread(one, self.panel) for name, one in named}
+            self._sort(np.arange(len(self._keys)))
+        assert self._left is not None
+        return self._left
+
+    def _sort(self, left: Ints) -> None:
+        self._left = left[np.argsort(self._keys[left], kind="stable")]
         self._at = 0
         self._least = np.minimum.accumulate(self._bound_s[self._left][::-1])[::-1]
+        self._tell()
+
+    def _tell(self) -> None:
+        """The key of the next one, and the least bound of all that are left."""
+        if not self.empty:
+            self.key_s = float(self._keys[self._ordered[self._at]])
+            self.bound_s = float(self._least[self._at])
 
     @property
     def empty(self) -> bool:
-        return self._at >= len(self._left)
-
-    @property
-    def key_s(self) -> float:
-        """Of the next one."""
-        return float(self._keys[self._left[self._at]])
-
-    @property
-    def bound_s(self) -> float:
-        """The least of all that are left."""
-        return float(self._least[self._at])
+        return self._left is not None and self._at >= len(self._left)
 
     def by_bound(self) -> None:
         """What is left, by its bounds from now on."""
-        self._sort(self._left[self._at :], self._bound_s)
+        if self._left is None:
+            _, bounds, guesses = self._figures
+            self._figures = bounds, bounds, guesses
+            self.key_s = self.bound_s
+        else:
+            self._keys = self._bound_s
+            self._sort(self._left[self._at :])
 
     def next(self) -> list[Candidate]:
         """The next one, a candidate for each of its schedules."""
-        index = int(self._left[self._at])
-        self._at += 1
+        index = int(self._ordered[self._at])
         bound_s = float(self._bound_s[index])
+        self._at += 1
+        self._tell()
         return [
             Candidate(
                 decisions,
@@ -98,7 +126,7 @@ class Queue:
 
     def rest(self) -> Iterator[Decisions]:
         """What is left."""
-        return itertools.chain.from_iterable(map(self.panel.told_apart, self._left[self._at :].tolist()))
+        return itertools.chain.from_iterable(map(self.panel.told_apart, self._ordered[self._at :].tolist()))
 
 
 def leanest_first(floors: Floors, space: Sequence[Panel]) -> Iterator[Decisions]:

@@ -30,11 +30,12 @@ from pipefit.plan.cut_rows import (
     most_bytes,
     passing_bytes,
     stacked,
+    stages_by_row,
 )
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.mixed import Kinds
-from pipefit.plan.partition import partition
+from pipefit.plan.partition import partition, some_partition_fits
 from pipefit.plan.sharded import Programs
 from pipefit.plan.sliced_bounds import sliced_flights
 from pipefit.plan.structure import make_groups
@@ -118,7 +119,8 @@ class Cutter:
         bounds: tuple[int, ...] | None = (0, *decisions.cuts, layers)
         if not decisions.cuts:
             each = _stage_flights(held, placement)
-            bounds = partition(np.stack([np.diff(row.filled(f)) for row, f in zip(rows, each, strict=True)]))
+            every = zip(rows, each, strict=True)
+            bounds = partition(np.stack([row.static_bytes + flight * row.saved_bytes for row, flight in every]))
         assert bounds is not None, "without limits some cut always exists"
         return _cut_at(bounds, rows, held, placement)
 
@@ -127,7 +129,8 @@ class Cutter:
         rows = self.rows(job, decisions)
         held = _held(decisions)
         least = min(_stage_flights(held, decisions.lane_of_stage))
-        return min(float(row.filled(least)[-1]) for row in rows) / len(rows)
+        distinct = {id(row): row for row in rows}.values()
+        return min(float(row.filled(least)[-1]) for row in distinct) / len(rows)
 
     def rows(self, job: Job, decisions: Decisions) -> list[LayerRow]:
         """What every layer would cost on the devices of every stage."""
@@ -139,10 +142,14 @@ class Cutter:
                 for stage, lane in enumerate(decisions.lane_of_stage)
             ]
         pairs = self.fleet.lane_pairs(decisions, _rows(job.batch // decisions.microbatches, decisions.replicas))
-        return [
-            self.row(job, pairs[lane], decisions.recompute_of(stage), share)
-            for stage, lane in enumerate(decisions.lane_of_stage)
-        ]
+        known: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
+        found = []
+        for stage, lane in enumerate(decisions.lane_of_stage):
+            key = pairs[lane], decisions.recompute_of(stage)
+            if key not in known:
+                known[key] = self.row(job, *key, share)
+            found.append(known[key])
+        return found
 
     def row(self, job: Job, pairs: frozenset[Pair], recompute: Recompute, share: float) -> LayerRow:
         """Of a stage whose devices are of these kinds and have these rows of a microbatch, and keep `share` of the
@@ -346,21 +353,8 @@ def cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], decisions: Decisions
 
 
 def some_cut_fits(rows: Sequence[LayerRow], flights: Sequence[float]) -> bool:
-    """Whether any cut keeps every stage within its limit: which boundaries each stage in turn can reach. Exact."""
-    layers = len(rows[0].forward_s)
-    starts = np.zeros(1, dtype=np.int64)
-    for row, flight in zip(rows, flights, strict=True):
-        farthest = np.full(len(starts), layers + 1)
-        for one in row.judged:
-            filled = one.filled(flight)
-            farthest = np.minimum(farthest, np.searchsorted(filled, filled[starts] + one.limit_bytes, side="right"))
-        opened = np.bincount(starts + 1, minlength=layers + 2)[: layers + 2]
-        closed = np.bincount(np.maximum(farthest, starts + 1), minlength=layers + 2)[: layers + 2]
-        reached = np.flatnonzero(np.cumsum(opened - closed)[: layers + 1] > 0)
-        starts = reached[reached < layers]
-        if not len(reached):
-            return False
-    return bool(reached[-1] == layers)
+    """Whether any cut keeps every stage within its limit. Exact."""
+    return some_partition_fits(memory_of(rows, flights), limits_of(rows, [1] * len(rows)))
 
 
 def _best_cut(
@@ -372,15 +366,17 @@ def _best_cut(
         return cut if cut.fits else None
     turns = [placement.count(lane) for lane in placement]
     certain = [held[lane] if count == 1 else 1 for lane, count in zip(placement, turns, strict=True)]
-    if not some_cut_fits(rows, certain):
+    least = memory_of(rows, certain)
+    if not some_partition_fits(least, limits_of(rows, [1] * stages)):
         return None
     times = stacked(rows, lambda row: row.forward_s + row.backward_s)
-    likely = memory_of(rows, _stage_flights(held, placement))
+    shared = _stage_flights(held, placement)
+    likely = least if shared == certain else memory_of(rows, shared)
     tight = limits_of(rows, turns, passing=True)
     found = partition(times, likely, tight)
     if found is None and max(turns) > 1:
         found = partition(times, likely, limits_of(rows, turns))
-    found = found or partition(times, memory_of(rows, certain), limits_of(rows, [1] * stages))
+    found = found or partition(times, least, limits_of(rows, [1] * stages))
     assert found is not None, "the memory test found a cut that fits"
     cut = _cut_at(found, rows, held, placement)
     if max(turns) == 1:
@@ -394,12 +390,20 @@ def _best_cut(
 
 def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[float], placement: Sequence[int]) -> Cut:
     runs = list(pairwise(bounds))
+    saved, stays, forward, backward = (
+        _stage_sums(bounds, rows, value)
+        for value in (
+            lambda row: row.saved_bytes,
+            lambda row: row.static_bytes,
+            lambda row: row.forward_s,
+            lambda row: row.backward_s,
+        )
+    )
     static = [float(WORKSPACE_BYTES)] * len(held)
-    saved = [float(row.saved_bytes[start:stop].sum()) for row, (start, stop) in zip(rows, runs, strict=True)]
     least = [float("inf")] * len(held)
     limits = [float("inf")] * len(held)
-    for row, (start, stop), lane, kept in zip(rows, runs, placement, saved, strict=True):
-        static[lane] += float(row.static_bytes[start:stop].sum())
+    for row, lane, kept, stay in zip(rows, placement, saved, stays, strict=True):
+        static[lane] += stay
         least[lane] = min(least[lane], kept)
         limits[lane] = min(limits[lane], row.limit_bytes + WORKSPACE_BYTES)
     floors = [stays + count * kept for stays, count, kept in zip(static, held, least, strict=True)]
@@ -414,11 +418,21 @@ def _cut_at(bounds: Sequence[int], rows: Sequence[LayerRow], held: Sequence[floa
         limits[lane], needs[lane] = limit + WORKSPACE_BYTES, (need + WORKSPACE_BYTES, has + WORKSPACE_BYTES)
     return Cut(
         cuts=tuple(bounds[1:-1]),
-        forward_s=tuple(float(row.forward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
-        backward_s=tuple(float(row.backward_s[a:b].sum()) for row, (a, b) in zip(rows, runs, strict=True)),
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
         floor_bytes=tuple(floors),
         limit_bytes=tuple(limits),
         needs=tuple(needs),
         static_bytes=tuple(static),
         saved_bytes=tuple(saved),
     )
+
+
+def _stage_sums(bounds: Sequence[int], rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> list[float]:
+    """The sum of a figure over the layers of every stage."""
+    found = [0.0] * len(rows)
+    for row, stages in stages_by_row(rows):
+        sums = np.add.reduceat(value(row), bounds[:-1]).tolist()
+        for stage in stages:
+            found[stage] = sums[stage]
+    return found

@@ -5,7 +5,7 @@ Where the kinds of devices of a stage hold different amounts, each kind has its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -134,29 +134,42 @@ def lane_need(
 
 
 def stacked(rows: Sequence[LayerRow], value: Callable[[LayerRow], Array]) -> Array:
-    """[stage][layer]; one row for all stages where theirs is one."""
-    if all(row is rows[0] for row in rows):
-        return np.broadcast_to(value(rows[0]), (len(rows), len(rows[0].forward_s)))
-    return np.stack([value(row) for row in rows])
+    """[stage][layer]."""
+    table = np.empty((len(rows), len(rows[0].forward_s)))
+    for row, stages in stages_by_row(rows):
+        table[stages] = value(row)
+    return table
+
+
+def stages_by_row(rows: Sequence[LayerRow]) -> Iterator[tuple[LayerRow, list[int]]]:
+    """Every row, with the stages that it is the row of."""
+    found: dict[int, list[int]] = {}
+    for stage, row in enumerate(rows):
+        found.setdefault(id(row), []).append(stage)
+    return ((rows[stages[0]], stages) for stages in found.values())
 
 
 def memory_of(rows: Sequence[LayerRow], flights: Sequence[float]) -> Array:
-    """[stage][layer]: bytes with what is in flight; [stage][kind][layer] where kinds hold different amounts."""
-    most = max(len(row.kinds) for row in rows)
-    if most:
-        each = [[np.diff(one.filled(flight)) for one in row.judged] for row, flight in zip(rows, flights, strict=True)]
-        return np.array([[*one, *one[:1] * (most - len(one))] for one in each])
-    if len({*flights}) == 1:
-        return stacked(rows, lambda row: row.static_bytes + flights[0] * row.saved_bytes)
-    return np.stack([np.diff(row.filled(flight)) for row, flight in zip(rows, flights, strict=True)])
+    """[stage][kind][layer]: bytes with what is in flight; where kinds hold the same, one stands for all of them."""
+    most, each = max(len(row.judged) for row in rows), np.asarray(flights, dtype=float)[:, None]
+    table = np.empty((len(rows), most, len(rows[0].forward_s)))
+    for row, stages in stages_by_row(rows):
+        for place in range(most):
+            one = row.judged[place if place < len(row.judged) else 0]
+            table[stages, place] = one.static_bytes + each[stages] * one.saved_bytes
+    return table
 
 
 def limits_of(rows: Sequence[LayerRow], turns: Sequence[int], passing: bool = False) -> Array:
-    """Of every stage, or every kind there, its equal part of its lane's memory; without what passes, if asked for."""
-    each = [[one.limit_bytes - passing * one.passing_bytes for one in row.judged] for row in rows]
-    most = max(map(len, each))
-    table: Array = np.array([[*one, *one[:1] * (most - len(one))] for one in each]) / np.array(turns)[:, None]
-    return table if max(len(row.kinds) for row in rows) else table[:, 0]
+    """[stage][kind], as `memory_of` has them: its equal part of its lane's memory; without what passes, if asked
+    for."""
+    most = max(len(row.judged) for row in rows)
+    table = np.empty((len(rows), most))
+    for row, stages in stages_by_row(rows):
+        own = [one.limit_bytes - passing * one.passing_bytes for one in row.judged]
+        table[stages] = [*own, *own[:1] * (most - len(own))]
+    table /= np.asarray(turns)[:, None]
+    return table
 
 
 def scaled(need_bytes: float, limit_bytes: float, other_bytes: float) -> float:

@@ -11,7 +11,6 @@ stage-microbatches; a slot is a third of a stage's F, I and W.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from pipefit.cost.types import Array
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.decisions import Decisions
 
-Idle = Callable[[int, Array, Array, Array], Array]
+Idle = Callable[[int | Array, Array, Array, Array], Array]
 """(lanes, F, I, W of one stage in seconds) -> seconds that the busiest lane idles."""
 
 IDLE: Mapping[str, Idle] = {
@@ -34,7 +33,7 @@ WEIGHT_SHARE = 0.4
 """Of a backward without recomputation, the part that is W; assumed, for the order of looking only."""
 
 
-def idle_s(schedule: str, lanes: int, held: Array, f: Array, i: Array, w: Array) -> Array:
+def idle_s(schedule: str, lanes: int | Array, held: Array, f: Array, i: Array, w: Array) -> Array:
     """A guess at what the busiest lane idles: for a V by the stage-microbatches `held` on the fullest lane."""
     if schedule in IDLE:
         return IDLE[schedule](lanes, f, i, w)
@@ -43,10 +42,9 @@ def idle_s(schedule: str, lanes: int, held: Array, f: Array, i: Array, w: Array)
     return np.maximum(0, 6 * lanes - 3 * held - 1) * (f + i + w) / 3
 
 
-@lru_cache(maxsize=65536)
-def most_held(schedule: str, lanes: int, placement: tuple[int, ...], microbatches: int) -> int:
+def most_held(schedule: str, placement: tuple[int, ...], microbatches: int) -> int:
     """Stage-microbatches on the fullest lane, at least."""
-    rule = facts_of(schedule).in_flight
+    rule, lanes = facts_of(schedule).in_flight, max(placement) + 1
     return max(rule(lane, lanes, placement.count(lane), microbatches) for lane in (0, lanes - 1))
 
 
@@ -60,6 +58,6 @@ def sliced_guess_s(forward_s: Array, backward_s: Array, decisions: Decisions) ->
     each = lanes.count(lane) * len(decisions.slices)
     f, back = ahead[lane] / each, (load[lane] - ahead[lane]) / each
     w = min(WEIGHT_SHARE * back, f)
-    held = np.asarray(most_held(decisions.schedule, decisions.lanes, lanes, units), dtype=float)
+    held = np.asarray(most_held(decisions.schedule, lanes, units), dtype=float)
     idle = idle_s(decisions.schedule, decisions.lanes, held, *map(np.asarray, (f, back - w, w)))
     return count * float(load[lane]) + float(idle)

@@ -9,8 +9,9 @@ cut, for lanes of one kind and for lanes of several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,32 +54,66 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class PanelFloor:
-    """Of a panel: [microbatches, recomputation], and what broadcasts to it."""
+class Stack:
+    """The floors of every count of microbatches and way of recomputing on lanes of the same classes:
+    [microbatches, recomputation], and what comes before."""
 
     forward_s: Array
     backward_s: Array
     largest_s: Array
+    even: Array
+    "[whole, forward, backward]."
+    rates: Array
+    "[whole, forward, backward][class]."
+    saved_bytes: Array
+    limit_bytes: Array
+    "[class]."
+    first_share: Array
+
+
+@dataclass(frozen=True, slots=True)
+class PanelFloor:
+    """Of panels that differ in nothing but their lanes: [panel, microbatches, recomputation], and what broadcasts to
+    it."""
+
+    panels: tuple[Panel, ...]
+    stack: Stack
     lane_s: Array
     "The busiest lane of an even cut."
     lane_forward_s: Array
     lane_backward_s: Array
-    saved_bytes: Array
     static_bytes: Array
     "[microbatches, 1, ZeRO-1]: of all layers."
-    rates: Array
-    "[class, microbatches, recomputation]: 1 / seconds of all layers on such a lane."
-    limit_bytes: Array
-    "[class]."
     lanes: Array
-    "[class]: how many lanes there are."
-    first_share: Array
-    "The least part of a layer's time that its first slice takes."
+    "[panel, class]: how many lanes there are."
+    turns: Array
+    "[panel, 1, 1]: stages of a lane, at most."
+    count: Array
+    "[microbatches, 1]."
+    slices: Array
+    "[microbatches, 1]: how many slices."
 
     @property
     def alike(self) -> bool:
-        """Whether all lanes are of one class."""
-        return len(self.lanes) == 1
+        """Whether all lanes of a panel are of one class."""
+        return bool(self.lanes.shape[1] == 1)
+
+    @property
+    def fused(self) -> bool:
+        """Whether every backward of their schedules is a B."""
+        return facts_of(self.panels[0].names[0]).fused
+
+    @property
+    def depth(self) -> Array:
+        """[panel, 1, 1]: how many lanes there are."""
+        lanes: Array = self.lanes.sum(axis=1)[:, None, None]
+        return lanes
+
+    @property
+    def memory_bytes(self) -> Array:
+        """[panel]: of one device of every lane."""
+        whole: Array = self.lanes @ self.stack.limit_bytes
+        return whole
 
 
 class Floors:
@@ -89,10 +124,13 @@ class Floors:
         self.job = job
         self.slicer = slicer or Slicer(cutter, job, {})
         self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
-        self._stacks: dict[object, list[list[Floor]]] = {}
+        self._stacks: dict[object, Stack] = {}
         self._statics: dict[float, float] = {}
-        self._panels: dict[object, tuple[Panel, PanelFloor]] = {}
-        "By what panels of one grid share; with a panel that keeps it alive."
+        self._counted: dict[object, tuple[Panel, Mapping[Runs, int]]] = {}
+        "How many lanes have which kinds of replicas, with a panel that keeps the key its own."
+        self._counts: dict[int, tuple[Panel, object]] = {}
+        "By the identity of a panel's counts: what tells them apart."
+        self._flights: dict[object, Array] = {}
         self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
         self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
         "With the stage, which it keeps alive."
@@ -101,33 +139,75 @@ class Floors:
 
     def panel(self, panel: Panel) -> PanelFloor:
         """The floor of all its candidates."""
-        key = (id(panel.counts), id(panel.runs), panel.recompute, panel.slices)
-        if panel.pattern is None:
-            return self._panel(panel)
-        if key not in self._panels:
-            self._panels[key] = (panel, self._panel(panel))
-        return self._panels[key][1]
+        stack, lanes = self._stack(panel)
+        return self._together([panel], stack, [lanes])
 
-    def _panel(self, panel: Panel) -> PanelFloor:
+    def batches(self, space: Sequence[Panel]) -> Iterator[tuple[list[int], PanelFloor]]:
+        """(places in `space`, floor) of panels that differ in nothing but their lanes."""
+        each = [self._stack(panel) for panel in space]
+        alike: dict[object, list[int]] = {}
+        for place, (panel, (stack, _)) in enumerate(zip(space, each, strict=True)):
+            key = (id(stack), panel.names, panel.zero1, panel.slices, panel.shards, panel.sharding)
+            alike.setdefault(key, []).append(place)
+        for places in alike.values():
+            lanes = [each[place][1] for place in places]
+            yield places, self._together([space[place] for place in places], each[places[0]][0], lanes)
+
+    def _together(self, panels: Sequence[Panel], stack: Stack, lanes: Sequence[Array]) -> PanelFloor:
+        """Of panels with one stack; `lanes` of each."""
+        panel, each = panels[0], np.array(lanes)
+        whole, forward, backward = stack.even[:, None] / np.einsum("kcmr,pc->kpmr", stack.rates, each)
+        static = [
+            [[self._static(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
+            for _, shares in panel.counts
+        ]
+        return PanelFloor(
+            panels=tuple(panels),
+            stack=stack,
+            lane_s=whole,
+            lane_forward_s=forward,
+            lane_backward_s=backward,
+            static_bytes=np.array(static),
+            lanes=each,
+            turns=np.array([one.turns for one in panels], dtype=float)[:, None, None],
+            count=np.array([count for count, _ in panel.counts], dtype=float)[:, None],
+            slices=np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None],
+        )
+
+    def _stack(self, panel: Panel) -> tuple[Stack, Array]:
+        """The stack of a panel, and how many lanes it has of every class."""
         if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
-            return self._stacked(panel, *self._told(panel))
-        counted = Counter(panel.lane_runs())
-        lanes = np.array(list(counted.values()), dtype=float)
-        counts = tuple(count for count, _ in panel.counts)
-        even = all(max(shares) == 1 for _, shares in panel.counts)
-        uneven = panel.counts if not even else None
-        key = (panel.recompute, tuple(counted), counts, panel.replicas, uneven, panel.slices)
+            floors, lanes = self._told(panel)
+            return _stacked(floors), lanes
+        counted = self._lanes_by_runs(panel)
+        key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices)
         if key not in self._stacks:
             each = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
-            self._stacks[key] = [
+            even = all(max(shares) == 1 for _, shares in panel.counts)
+            floors = [
                 [
                     self._floor([(self._row(runs, rows, way[0], even, cut),) for runs in counted])
                     for way in panel.recompute
                 ]
                 for rows, cut in zip(each, panel.slices or [()] * len(each), strict=True)
             ]
-        floors = self._stacks[key]
-        return self._stacked(panel, floors, lanes)
+            self._stacks[key] = _stacked(floors)
+        return self._stacks[key], np.array([*counted.values()], dtype=float)
+
+    def _lanes_by_runs(self, panel: Panel) -> Mapping[Runs, int]:
+        """How many lanes have these kinds of replicas."""
+        key: object = id(panel.runs) if panel.pattern is not None else (panel.lanes, panel.replicas, panel.inner[0])
+        if key not in self._counted:
+            self._counted[key] = panel, Counter(panel.lane_runs())
+        return self._counted[key][1]
+
+    def _counts_key(self, panel: Panel) -> object:
+        """Equal for equal counts; cheaper to compare than shares of a thousand replicas."""
+        if id(panel.counts) not in self._counts:
+            even = all(max(shares) == 1 for _, shares in panel.counts)
+            key = (panel.replicas, tuple(count for count, _ in panel.counts)) if even else panel.counts
+            self._counts[id(panel.counts)] = panel, key
+        return self._counts[id(panel.counts)][1]
 
     def _row(
         self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool, slices: tuple[int, ...] = ()
@@ -153,58 +233,64 @@ class Floors:
             self._shares[id(self._sliced[key][1])] = found.first_share
         return self._sliced[key][1]
 
-    def bound_s(self, panel: Panel, floor: PanelFloor) -> Array:
-        """A lower bound of every candidate's step, whatever its cut: [microbatches, recomputation].
+    def bound_s(self, floor: PanelFloor) -> Array:
+        """A lower bound of every candidate's step, whatever its cut: [panel, microbatches, recomputation].
 
         With fused backwards the slowest stage has at least its equal part of the forwards, and of the backwards. With
         one stage a lane as well, all lanes alike and W being the sum, the largest of prefix + m w over the stages is
         least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes).
         """
-        fused = facts_of(panel.names[0]).fused
-        count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
-        least: Array = count * np.maximum(floor.lane_s, floor.largest_s)
-        if not fused:
+        stack, count, depth = floor.stack, floor.count, floor.depth
+        least: Array = count * np.maximum(floor.lane_s, stack.largest_s)
+        if not floor.fused:
             return least
-        total = floor.forward_s + floor.backward_s
-        if panel.slices:
-            if len(panel.placement) == panel.lanes and floor.alike:
-                least = np.maximum(least, first_share_bound_s(total, floor.first_share, count, panel.lanes))
+        total, single = stack.forward_s + stack.backward_s, floor.turns == 1
+        if floor.panels[0].slices:
+            if floor.alike and single.any():
+                shared_s = first_share_bound_s(total, stack.first_share, count, depth)
+                least = np.where(single, np.maximum(least, shared_s), least)
             return least
-        way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / panel.turns
+        way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / floor.turns
         least = np.maximum(least, way)
-        if len(panel.placement) == panel.lanes and floor.alike:
-            least = np.maximum(least, total / (1 - (1 - 1 / count) ** panel.lanes))
+        if floor.alike and single.any():
+            least = np.where(single, np.maximum(least, total / (1 - (1 - 1 / count) ** depth)), least)
         return least
 
     def fills(self, panel: Panel) -> Array:
         """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
         the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
         floor = self.panel(panel)
-        kept = (self._held(panel) * floor.saved_bytes / (panel.turns * self._slices(panel)))[:, :, :, None]
-        filled: Array = (floor.static_bytes + kept) / float(floor.lanes @ floor.limit_bytes)
+        filled: Array = self._filling(floor)[0] / float(floor.memory_bytes[0])
         return filled
 
-    def _held(self, panel: Panel) -> Array:
-        """[schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
-        held = [[most_held(name, panel.lanes, panel.placement, each) for each in panel.units] for name in panel.names]
-        return np.array(held, dtype=float)[:, :, None]
-
-    def _slices(self, panel: Panel) -> Array:
-        """[microbatches, 1]: how many slices."""
-        return np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None]
-
-    def guesses_s(self, panel: Panel, floor: PanelFloor) -> Array:
-        """What steps likely take (`plan/estimate.py`): [schedule, microbatches, recomputation, ZeRO-1]."""
-        count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
-        parts = panel.turns * self._slices(panel)
+    def guesses_s(self, floor: PanelFloor) -> Array:
+        """What steps likely take (`plan/estimate.py`): [panel, schedule, microbatches, recomputation, ZeRO-1]."""
+        parts = floor.turns * floor.slices
         w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
         f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
-        held = self._held(panel)
-        idle = [idle_s(name, panel.lanes, one, f, i, w) for name, one in zip(panel.names, held, strict=True)]
-        kept = (held * floor.saved_bytes / parts)[:, :, :, None]
-        filled_s, lack = _filled(floor, floor.static_bytes + kept)
-        guess: Array = (count[:, :, None] * filled_s + np.stack(idle)[:, :, :, None]) * (1 + OVER * lack)
+        held = self._held(floor)
+        idle = [idle_s(name, floor.depth, held[:, which], f, i, w) for which, name in enumerate(floor.panels[0].names)]
+        filled_s, lack = _filled(floor, self._filling(floor))
+        guess: Array = (floor.count[:, :, None] * filled_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
         return guess
+
+    def _filling(self, floor: PanelFloor) -> Array:
+        """What all layers need, every lane as full as the fullest: [panel, schedule, microbatches, recomputation,
+        ZeRO-1]."""
+        kept = self._held(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
+        filled: Array = floor.static_bytes + kept[..., None]
+        return filled
+
+    def _held(self, floor: PanelFloor) -> Array:
+        """[panel, schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
+        return np.stack([self._flights_of(panel) for panel in floor.panels])
+
+    def _flights_of(self, panel: Panel) -> Array:
+        key = (panel.names, panel.placement, panel.units)
+        if key not in self._flights:
+            held = [[most_held(name, panel.placement, each) for each in panel.units] for name in panel.names]
+            self._flights[key] = np.array(held, dtype=float)[:, :, None]
+        return self._flights[key]
 
     def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
         """Where stages differ in more than kinds: from the rows of every stage. Lanes are of one class if they are
@@ -256,51 +342,48 @@ class Floors:
             )
         return self._known[key]
 
-    def _stacked(self, panel: Panel, floors: Sequence[Sequence[Floor]], lanes: Array) -> PanelFloor:
-        flat = [floor for line in floors for floor in line]
-        shape = (len(floors), len(floors[0]))
-        whole, forward, backward = (
-            np.array([floor.even[k] / (floor.rates[k] @ lanes) for floor in flat]).reshape(shape) for k in range(3)
-        )
-        static = [
-            [[self._static(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
-            for _, shares in panel.counts
-        ]
-        return PanelFloor(
-            forward_s=np.array([floor.forward_s for floor in flat]).reshape(shape),
-            backward_s=np.array([floor.backward_s for floor in flat]).reshape(shape),
-            largest_s=np.array([floor.largest_s for floor in flat]).reshape(shape),
-            lane_s=whole,
-            lane_forward_s=forward,
-            lane_backward_s=backward,
-            saved_bytes=np.array([floor.saved_bytes for floor in flat]).reshape(shape),
-            static_bytes=np.array(static),
-            rates=np.stack([floor.rates[0] for floor in flat], axis=1).reshape(len(lanes), *shape),
-            limit_bytes=flat[0].limit_bytes,
-            lanes=lanes,
-            first_share=np.array([floor.first_share for floor in flat]).reshape(shape),
-        )
-
     def _static(self, share: float, panel: Panel) -> float:
         if share not in self._statics:
             self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
         return self._statics[share]
 
 
+def _stacked(floors: Sequence[Sequence[Floor]]) -> Stack:
+    """The floors [microbatches][recomputation] as arrays."""
+
+    def array(value: Callable[[Floor], Any]) -> Array:
+        """What is told of classes comes first."""
+        each = np.array([[value(floor) for floor in line] for line in floors], dtype=float)
+        return np.moveaxis(each, (0, 1), (-2, -1))
+
+    return Stack(
+        forward_s=array(lambda floor: floor.forward_s),
+        backward_s=array(lambda floor: floor.backward_s),
+        largest_s=array(lambda floor: floor.largest_s),
+        even=array(lambda floor: floor.even),
+        rates=array(lambda floor: floor.rates),
+        saved_bytes=array(lambda floor: floor.saved_bytes),
+        limit_bytes=floors[0][0].limit_bytes,
+        first_share=array(lambda floor: floor.first_share),
+    )
+
+
 def _filled(floor: PanelFloor, whole_bytes: Array) -> tuple[Array, Array]:
     """(seconds of the busiest lane, what the memory lacks as a part of itself), where `whole_bytes` is what all layers
     need: every lane takes layers by its speed, up to its memory, and the others take what is left over."""
+    lane_s = floor.lane_s[:, None, :, :, None]
     if floor.alike:
-        lack = np.maximum(0.0, whole_bytes / (floor.limit_bytes * floor.lanes)[0] - 1.0)
-        return np.broadcast_to(floor.lane_s[:, :, None], lack.shape), lack
-    more = (slice(None), *(None,) * whole_bytes.ndim)
-    lanes, limits, rates = floor.lanes[more], floor.limit_bytes[more], floor.rates[:, None, :, :, None]
+        lack = np.maximum(0.0, whole_bytes / floor.memory_bytes[:, None, None, None, None] - 1.0)
+        return np.broadcast_to(lane_s, lack.shape), lack
+    lanes = floor.lanes.T[:, :, None, None, None, None]
+    limits = floor.stack.limit_bytes[:, None, None, None, None, None]
+    rates = floor.stack.rates[0][:, None, None, :, :, None]
     most = limits / whole_bytes
     lack = np.maximum(0.0, 1.0 / (lanes * most).sum(axis=0) - 1.0)
     most = most * (1.0 + lack) * (1.0 + 1e-9)
     full = np.zeros(most.shape, dtype=bool)
-    time_s = floor.lane_s[:, :, None] + np.zeros(whole_bytes.shape)
-    for _ in range(len(floor.lanes) - 1):
+    time_s = lane_s + np.zeros(whole_bytes.shape)
+    for _ in range(floor.lanes.shape[1] - 1):
         full |= rates * time_s > most
         if not full.any():
             break

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Panel:
     @property
     def turns(self) -> int:
         """Stages of a lane, at most."""
-        return max(map(int, np.bincount(self.placement)))
+        return _turns(self.placement)
 
     @property
     def candidates(self) -> int:
@@ -132,6 +133,11 @@ class Panel:
         """The candidates with this number, one for each schedule."""
         decisions = self.decisions(index)
         return (replace(decisions, schedule=name) for name in self.able(decisions.units))
+
+
+@lru_cache(maxsize=4096)
+def _turns(placement: tuple[int, ...]) -> int:
+    return max(map(placement.count, {*placement}))
 
 
 Cells = NDArray[np.float64]

@@ -2,30 +2,40 @@
 
 A stage is a run [i, j) of layers. The cut minimises the time of the slowest stage; among all cuts that reach it, the
 largest memory of a stage; among those, the earliest cut positions. Stages may have different devices, so costs are
-rows [stage][layer]. The method is the min-max recursion of AMP and PipeDream, run once per objective.
+rows [stage][layer]. The method is the min-max recursion of AMP and PipeDream, run once per objective. The loops are
+written once, to run as plain Python and compiled by numba (`schedule/kernel.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.schedule.kernel import choose
+
 Array = NDArray[np.float64]
+
+COMPILED_FROM = 4_000
+"""Layers and runs of layers that all stages may have from which it pays to import numba: a search cuts hundreds of
+times."""
 
 
 def partition(
     times_s: Sequence[Sequence[float]] | Array,
     memory_bytes: Sequence[Sequence[float]] | Array | None = None,
     limit_bytes: Sequence[float] | Array | None = None,
+    compiled: bool | None = None,
 ) -> tuple[int, ...] | None:
     """The boundaries (0, cut, ..., layers) of the best stages, or None if no cut fits the limits.
 
     `times_s[s][l]` is the time of layer l on the devices of stage s, `memory_bytes[s][l]` what it needs there (in
     flight count included), `limit_bytes[s]` what the stage may use; or `[s][k][l]` and `[s][k]` where several kinds
-    of devices k all have to fit (equally good cuts are then told apart by the first). Every stage gets at least one
-    layer. Exact: O(stages x layers^2). Raises ValueError if there are more stages than layers.
+    of devices k all have to fit (equally good cuts are then told apart by the first). None of them is negative. Every
+    stage gets at least one layer. Exact: O(stages x layers^2). `compiled` forces numba on or off; both give the same
+    cut. Raises ValueError if there are more stages than layers.
     """
     times = np.asarray(times_s, dtype=np.float64)
     stages, layers = times.shape
@@ -33,65 +43,109 @@ def partition(
         raise ValueError(f"{stages} stages need at least {stages} layers; there are {layers}")
     memory = np.zeros_like(times) if memory_bytes is None else np.asarray(memory_bytes, dtype=np.float64)
     limits = np.full(stages, np.inf) if limit_bytes is None else np.asarray(limit_bytes, dtype=np.float64)
-    memory, limits = memory.reshape(stages, -1, layers), limits.reshape(stages, -1)
-    ordered = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
-    sums = _Sums()
-    kinds: dict[tuple[int, tuple[int, ...], tuple[float, ...]], int] = {}
-    which = [
-        kinds.setdefault((sums.of(time), tuple(map(sums.of, need)), tuple(limit.tolist())), len(kinds))
-        for time, need, limit in zip(times, memory, limits, strict=True)
-    ]
-    time = []
-    for own, needs, each in kinds:
-        fits = np.all([sums[need] <= limit for need, limit in zip(needs, each, strict=True)], axis=0)
-        time.append(np.where(ordered & fits, sums[own], np.inf))
-    slowest = _minimax(time, which)[-1][layers]
-    if not np.isfinite(slowest):
-        return None
-    need = [
-        np.where(own <= slowest * (1 + 1e-12), sums[needs[0]], np.inf)
-        for own, (_, needs, _) in zip(time, kinds, strict=True)
-    ]
-    return _trace(_minimax(need, which), need, which)
+    arrays = [_sums(times), _sums(memory.reshape(stages, -1, layers)), limits.reshape(stages, -1)]
+    room, bounds = np.empty((stages, layers + 1)), np.zeros(stages + 1, dtype=np.int64)
+    function = _chosen(best_bounds, stages, layers, compiled)
+    if function is best_bounds:
+        found = [0] * (stages + 1)
+        some = best_bounds(*(array.tolist() for array in arrays), room.tolist(), found)
+        return tuple(found) if some else None
+    some = function(*arrays, room, bounds)
+    return tuple(bounds.tolist()) if some else None
 
 
-class _Sums:
-    """[i][j]: the sum of a row of values over layers [i, j), for every row once."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, int] = {}
-        self._sums: list[Array] = []
-
-    def of(self, row: Array) -> int:
-        """The number of a row."""
-        key = row.tobytes()
-        if key not in self._known:
-            self._known[key] = len(self._sums)
-            prefix = np.concatenate(([0.0], np.cumsum(row)))
-            self._sums.append(prefix[None, :] - prefix[:, None])
-        return self._known[key]
-
-    def __getitem__(self, number: int) -> Array:
-        return self._sums[number]
+def some_partition_fits(memory_bytes: Array, limit_bytes: Array, compiled: bool | None = None) -> bool:
+    """Whether any cut keeps every stage within its limits: arguments as for `partition`, with an axis for the kinds of
+    devices. Exact: O(stages x layers)."""
+    stages, _, layers = memory_bytes.shape
+    function = _chosen(some_bounds, stages, layers, compiled)
+    arrays = [_sums(memory_bytes), limit_bytes, np.zeros((2, layers + 1), dtype=np.int64)]
+    if function is some_bounds:
+        return bool(some_bounds(*(array.tolist() for array in arrays)))
+    return bool(function(*arrays))
 
 
-def _minimax(cost: Sequence[Array], which: Sequence[int]) -> list[Array]:
-    """table[s][j]: the least possible largest cost of stages 0..s that hold layers [0, j). `cost[which[s]]` is that of
-    stage s for every run, infinite where it is not allowed."""
-    best = np.full(len(cost[0]), np.inf)
-    best[0] = -np.inf
-    table = []
-    for kind in which:
-        best = np.maximum(cost[kind], best[:, None]).min(axis=0)
-        table.append(best)
-    return table
+def best_bounds(times: Any, needs: Any, limits: Any, table: Any, bounds: Any) -> int:
+    """Fill `bounds` with the best boundaries; 0 where there are none, else 1.
+
+    `times[s][j]` is the sum over layers [0, j) of stage s, `needs[s][k][j]` that of what kind k needs, `limits[s][k]`
+    what it may use. `table[s][j]` is scratch space: the least possible largest cost of stages 0..s on layers [0, j).
+    """
+    stages, layers = len(times), len(times[0]) - 1
+    most = np.inf  # of a stage's time, in the second pass
+    for fullest in (False, True):
+        for s in range(stages):
+            time, need, limit, row = times[s], needs[s], limits[s], table[s]
+            last = layers - (stages - 1 - s)
+            for j in range(layers + 1):
+                row[j] = np.inf
+            for i in range(s, 1 if s == 0 else last):
+                before = -np.inf if s == 0 else table[s - 1][i]
+                if before == np.inf:
+                    continue
+                for j in range(i + 1, last + 1):
+                    own = time[j] - time[i]
+                    fits = own <= most
+                    for k in range(len(limit)):
+                        fits = fits and need[k][j] - need[k][i] <= limit[k]
+                    if not fits:
+                        break
+                    if fullest:
+                        own = need[0][j] - need[0][i]
+                    row[j] = min(row[j], max(own, before))
+        if table[stages - 1][layers] == np.inf:
+            return 0
+        if not fullest:
+            most = table[stages - 1][layers] * (1 + 1e-12)
+    best = table[stages - 1][layers]
+    bounds[stages] = layers
+    for s in range(stages - 1, 0, -1):
+        time, need, limit = times[s], needs[s], limits[s]
+        stop = bounds[s + 1]
+        for i in range(s, stop):
+            fits = table[s - 1][i] <= best and time[stop] - time[i] <= most and need[0][stop] - need[0][i] <= best
+            for k in range(len(limit)):
+                fits = fits and need[k][stop] - need[k][i] <= limit[k]
+            if fits:
+                bounds[s] = i
+                break
+    return 1
 
 
-def _trace(table: list[Array], cost: Sequence[Array], which: Sequence[int]) -> tuple[int, ...]:
-    """The earliest boundaries whose largest cost is the optimum."""
-    optimum = table[-1][-1]
-    bounds = [len(table[0]) - 1]
-    for stage in range(len(table) - 1, 0, -1):
-        fits = (cost[which[stage]][:, bounds[-1]] <= optimum) & (table[stage - 1] <= optimum)
-        bounds.append(int(np.flatnonzero(fits)[0]))
-    return (0, *reversed(bounds))
+def some_bounds(needs: Any, limits: Any, reached: Any) -> int:
+    """1 if some boundaries keep every stage within its limits, else 0; arguments as for `best_bounds`. Of a row of
+    `reached` [2][layers + 1], all 0 in the beginning, entry j says whether the stages so far can hold layers [0, j)."""
+    stages, layers = len(needs), len(needs[0][0]) - 1
+    reached[0][0] = 1
+    for s in range(stages):
+        need, limit, here, there = needs[s], limits[s], reached[s % 2], reached[1 - s % 2]
+        last = layers - (stages - 1 - s)
+        for j in range(layers + 1):
+            there[j] = 0
+        marked = stop = s
+        for i in range(s, last):
+            if here[i] == 0:
+                continue
+            stop = max(stop, i)
+            fits = True
+            while fits and stop < last:  # a later start never reaches less far
+                for k in range(len(limit)):
+                    fits = fits and need[k][stop + 1] - need[k][i] <= limit[k]
+                if fits:
+                    stop += 1
+            for j in range(max(i, marked) + 1, stop + 1):
+                there[j] = 1
+            marked = max(marked, stop)
+    return int(reached[stages % 2][layers])
+
+
+def _chosen(function: Any, stages: int, layers: int, compiled: bool | None) -> Any:
+    work = stages * (layers + (layers - stages + 1) ** 2)
+    return choose(function, work, True if compiled is None and work >= COMPILED_FROM else compiled)
+
+
+def _sums(rows: Array) -> Array:
+    """[..., j]: the sums over the layers before j."""
+    sums = np.zeros((*rows.shape[:-1], rows.shape[-1] + 1))
+    np.cumsum(rows, axis=-1, out=sums[..., 1:])
+    return sums

@@ -26,7 +26,7 @@ from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of
 from pipefit.plan.build import Workbench
-from pipefit.plan.candidates import Candidate, Queue, leanest_first
+from pipefit.plan.candidates import Candidate, Queue, leanest_first, queues
 from pipefit.plan.check_slices import check_sliceable, document_obstacles
 from pipefit.plan.closest import closest, least_missing_bytes, misfit_of
 from pipefit.plan.cut import Cut
@@ -211,7 +211,7 @@ class _Search:
         time that something faster is found, there is at least `more` to spend. Who is `patient` goes beyond the budget
         until something fits, but not beyond PATIENCE."""
         self.spent = 0
-        items: list[Queue | Candidate] = [Queue(self.floors, panel) for panel in space]
+        items: list[Queue | Candidate] = [*queues(self.floors, space)]
         lower_bound_s = min(item.bound_s for item in items)
         heap = [(item.key_s, index) for index, item in enumerate(items)]
         heapq.heapify(heap)

@@ -108,7 +108,7 @@ def _warm_units(schedule: str, lane: int, lanes: int, turns: int, microbatches: 
     return min(every, (turns - 1) * math.ceil(microbatches / groups) * slices + around + slices)
 
 
-def first_share_bound_s(whole_s: Array, first_share: Array, microbatches: Array, lanes: int) -> Array:
+def first_share_bound_s(whole_s: Array, first_share: Array, microbatches: Array, lanes: int | Array) -> Array:
     """The least step of one stage a lane on equal lanes with fused backwards, where `whole_s` is the time of a
     microbatch on all of them and its first slice takes at least `first_share` of any layer.
 

@@ -17,7 +17,7 @@ from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.estimate import OVER
-from pipefit.plan.floors import Floors
+from pipefit.plan.floors import Floors, PanelFloor
 from pipefit.plan.panel import Count, Panel
 from pipefit.plan.slices import Slicer
 from pipefit.plan.slicing.cuts import uniform
@@ -54,20 +54,23 @@ class Hope:
 def most_promising(space: Sequence[Panel], hope: Hope, part: float = 1.0) -> list[Panel]:
     """The panels whose best candidate is likely the fastest with slices, this part of PANELS, in the order of the
     space."""
-    guessed = [(_likely_s(panel, hope), place) for place, panel in enumerate(space)]
+    guessed: list[tuple[float, int]] = []
+    for places, floor in hope.floors.batches(space):
+        guessed += zip(_likely_s(floor), places, strict=True)
     kept = sorted(each for each in guessed if each[0] <= hope.best_s)[: max(LEAST_PANELS, int(part * PANELS))]
     return [space[place] for _, place in sorted(kept, key=lambda each: each[1])]
 
 
-def _likely_s(panel: Panel, hope: Hope) -> float:
-    """What the best even count of a panel likely takes in SOME slices, filling and what memory lacks included."""
-    even = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
-    if not even or panel.lanes == 1:
-        return float("inf")
-    count = np.array([panel.counts[which][0] for which in even], dtype=float)[:, None]
-    idle = (panel.lanes - 1) / (panel.turns * SOME) * (1.0 if facts_of(panel.names[0]).fused else SPLIT_IDLE)
-    least = _least_s(panel, hope, 1.0 + (panel.lanes - 1) / (2 * SOME))[even]
-    return float((least * (count + idle) / count).min())
+def _likely_s(floor: PanelFloor) -> list[float]:
+    """What the best even count of every panel likely takes in SOME slices, filling and what memory lacks included."""
+    even = [which for which, count in enumerate(floor.panels[0].counts) if max(count[1]) == 1]
+    if not even:
+        return [float("inf")] * len(floor.panels)
+    count, depth = floor.count[even], floor.depth
+    idle = (depth - 1) / (floor.turns * SOME) * (1.0 if floor.fused else SPLIT_IDLE)
+    least = _least_s(floor, 1.0 + (depth - 1) / (2 * SOME))[:, even]
+    steps_s = (least * (count + idle) / count).min(axis=(1, 2))
+    return [float(step_s) if lanes > 1 else float("inf") for step_s, lanes in zip(steps_s, depth.ravel(), strict=True)]
 
 
 def sliced(panel: Panel, job: Job, pins: Mapping[str, Any], slicer: Slicer | None) -> Panel | None:
@@ -124,7 +127,7 @@ def promising(panel: Panel, slicer: Slicer, hope: Hope | None) -> tuple[Panel, l
     """Every even count with the numbers of slices that the closed form prefers, as far as they may beat the best; and
     the panel with the ways of recomputing that may."""
     kept = [which for which, count in enumerate(panel.counts) if max(count[1]) == 1]
-    least_s = _least_s(panel, hope) if hope is not None and kept else None
+    least_s = _least_s(hope.floors.panel(panel))[0] if hope is not None and kept else None
     if hope is not None and least_s is not None:
         ways = [way for way in range(len(panel.recompute)) if (least_s[kept, way] <= hope.best_s).any()]
         kept = [which for which in kept if (least_s[which] <= hope.best_s).any()]
@@ -148,14 +151,12 @@ def cut_up(panel: Panel, numbers: Sequence[Number], slicer: Slicer) -> Panel | N
     return with_slices(panel, [(one.count, slicer.cut(one.stage, one.slices)) for one in numbers])
 
 
-def _least_s(panel: Panel, hope: Hope, alive: float = 1.0) -> Array:
-    """Seconds of a step with slices, its filling left out, put back by what memory lacks: [microbatches,
+def _least_s(floor: PanelFloor, alive: float | Array = 1.0) -> Array:
+    """Seconds of a step with slices, its filling left out, put back by what memory lacks: [panel, microbatches,
     recomputation]. A lane holds `alive` microbatches of its layers at once, one at least, whatever the slices."""
-    floor = hope.floors.panel(panel)
-    count = np.array([count for count, _ in panel.counts], dtype=float)[:, None]
-    held = (floor.static_bytes + alive * floor.saved_bytes[:, :, None]).min(axis=2)
-    lack = np.maximum(0.0, held / float(floor.lanes @ floor.limit_bytes) - 1.0)
-    least: Array = CHEAPER * count * floor.lane_s * (1.0 + OVER * lack)
+    held = floor.static_bytes.min(axis=2) + alive * floor.stack.saved_bytes
+    lack = np.maximum(0.0, held / floor.memory_bytes[:, None, None] - 1.0)
+    least: Array = CHEAPER * floor.count * floor.lane_s * (1.0 + OVER * lack)
     return least
 
 

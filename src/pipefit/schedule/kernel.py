@@ -80,7 +80,7 @@ def choose(function: Callable[..., Any], entries: int, compiled: bool | None = N
     return _compile(function) if compiled else function
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
