@@ -25,7 +25,6 @@ from pipefit.plan.predict import simulate_plan
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=2, sequence=48, precision="float32")
-GROUPS = parse_pins(["groups=true"])
 NOTHING = Found(fitting=(), misfits=(), unfit=0, lower_bound_s=0, open_bound_s=0, considered=0, simulated=0)
 
 
@@ -63,7 +62,7 @@ def test_one_group_of_unlike_devices_where_links_bear_it() -> None:
     """Two layers that count, and two rows: no pipeline and no replicas divide them like one fast and three slow
     devices, 3:1:1:1."""
     model, cluster = toy_model(1), cluster_of([("fast", 1), ("slow", 3)], 1e6)
-    plan = make_plan(model, cluster, JOB, GROUPS)
+    plan = make_plan(model, cluster, JOB)
     assert shares_of(plan) == [(3, 1, 1, 1)]
     assert plan.stages[0].sharding == "searched"
     assert plan.recipes and all(key.startswith(f"{plan.stages[0].recipes}/") for key in plan.recipes)
@@ -79,17 +78,18 @@ def test_a_pipeline_of_groups_of_different_sizes_where_the_network_is_slow() -> 
     """The same devices, and a network that a group over both hosts would wait for: a stage on the fast device, and one
     on the three slow ones."""
     model, cluster = toy_model(3), cluster_of([("fast", 1), ("slow", 3)], 5e4)
-    plan = make_plan(model, cluster, JOB, GROUPS)
+    plan = make_plan(model, cluster, JOB)
     assert sorted(map(len, shares_of(plan))) == [1, 3]
     assert [stage.sharding == "searched" for stage in plan.stages] == [len(one) > 1 for one in shares_of(plan)]
     grouped = next(group for group in plan.groups if len(group.devices) == 3)
     assert grouped.devices == (1, 2, 3)
     check_plan(plan)
     check_fresh(plan, model, cluster)
-    assert not any(len(one) > 1 for one in shares_of(make_plan(model, cluster, JOB))), "not asked for"
-    without = make_plan(model, cluster, JOB, parse_pins(["shards=1"]))
+    without = make_plan(model, cluster, JOB, parse_pins(["groups=false"]))
+    assert not any(len(one) > 1 for one in shares_of(without))
+    assert not any(note.startswith("groups: ") for note in without.prediction.assumptions)
     assert plan.prediction.step_s < 0.95 * without.prediction.step_s
-    whole = make_plan(model, cluster, JOB, parse_pins(["stages=1", "replicas=1", "groups=true"]))
+    whole = make_plan(model, cluster, JOB, parse_pins(["stages=1", "replicas=1"]))
     assert plan.prediction.step_s < 0.95 * whole.prediction.step_s
 
 
@@ -101,7 +101,7 @@ def test_groups_hold_what_no_device_holds_alone() -> None:
     block = 2 * 8 * 128 * 16
     cluster = cluster_of([("fast", 4)], 1e6, WORKSPACE_BYTES + 0.9 * block)
     job = replace(JOB, sequence=4)
-    plan = make_plan(model, cluster, job, GROUPS)
+    plan = make_plan(model, cluster, job)
     assert max(map(len, shares_of(plan))) > 1
     assert "nothing fits without" in note_of(plan)
 
@@ -134,7 +134,7 @@ def test_no_plan_is_faster_than_its_floor() -> None:
 )
 def test_pins_are_kept(fixes: list[str], tried: bool) -> None:
     cluster = cluster_of([("fast", 1), ("slow", 3)], 1e6)
-    plan = make_plan(toy_model(1), cluster, replace(JOB, sequence=512), {**parse_pins(fixes), **GROUPS})
+    plan = make_plan(toy_model(1), cluster, replace(JOB, sequence=512), parse_pins(fixes))
     words = dict(fix.split("=") for fix in fixes)
     for key, value in words.items():
         if key in ("stages", "microbatches", "recompute", "sharding"):

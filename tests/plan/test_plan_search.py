@@ -256,7 +256,7 @@ def test_the_suggested_change_really_fits() -> None:
 
 def test_a_pin_that_keeps_all_plans_from_fitting_is_named() -> None:
     with pytest.raises(DoesNotFitError, match="drop --fix stages: without it a plan fits"):
-        make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, {"stages": 1})
+        make_plan(toy_model(4), little_memory(4, beyond=370_000), JOB, {"stages": 1, "groups": False})
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_families_hold_at_least_what_the_closed_forms_say(name: str) -> None:
 
 def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a schedule whose bounds are loose, so that the first plan simulated is not the best."""
-    model, job, pins = toy_model(8), Job(batch=16, sequence=4096), {"schedule": "zb-h1", "stages": 3}
+    model, job, pins = toy_model(8), Job(batch=16, sequence=4096), {"schedule": "zb-h1", "stages": 3, "groups": False}
     proven = make_plan(model, toy_cluster(), job, pins)
     monkeypatch.setattr("pipefit.plan.search.BUDGET", 0)
     hasty = make_plan(model, toy_cluster(), job, pins)

@@ -84,7 +84,11 @@ def test_devices_of_different_memory_each_keep_to_their_own() -> None:
     assert "what lies right of the dashed line does not fit" in trade_section(plan.prediction)
 
 
-def test_a_single_lane_has_no_trade() -> None:
+def test_on_a_single_lane_recomputing_is_the_trade() -> None:
     alone = make_plan(toy_model(3), toy_cluster(1, 1), Job(batch=4, sequence=64))
-    assert alone.prediction is not None and alone.prediction.trade == ()
-    assert "memory against time" not in explain_text(alone)
+    assert alone.prediction is not None
+    points = {one.recompute: one for one in alone.prediction.trade}
+    assert {one.schedule for one in points.values()} == {alone.decisions["schedule"]}
+    assert [one.step_s for one in points.values() if one.chosen] == [alone.prediction.step_s]
+    assert points["full"].memory_bytes < points["none"].memory_bytes and points["full"].step_s > points["none"].step_s
+    assert "memory against time" in explain_text(alone)

@@ -1,5 +1,6 @@
 """Memory against time on one layout: what each schedule family and each way of recomputing needs and takes, and the
 orders fitted to limits between the least that works and the most that helps. The fastest point that fits is the plan.
+A single lane has one order, so there only recomputing differs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Curve:
     best: Evaluated
     "The fastest of all points that fit and obey the pins."
     points: tuple[TradePoint, ...] = ()
-    "By memory; empty for a single lane."
+    "By memory."
 
 
 def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) -> Curve:
@@ -45,12 +46,12 @@ def trade(bench: Workbench, job: Job, pins: Mapping[str, Any], best: Evaluated) 
     the plan. Of fitted orders only those are points that are faster than every fitted one with less memory.
     """
     layout = best.decisions
-    if layout.lanes == 1:
-        return Curve(best)
     many = 3 * layout.stage_count * layout.units > MANY
     found = list(_families(bench, job, pins, layout, many))
     own = best if layout.schedule == FIT else None
-    fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), own, _limits(best))
+    fitted: list[Evaluated] = []
+    if layout.lanes > 1:
+        fitted = _fitted(bench, job, pins, layout, _levels(best, found, many), own, _limits(best))
     for one in (*found, *fitted):
         if one.simulation.fits and one.step_s < best.step_s * (1 - SAME) and _obeys(one.decisions, pins):
             best = one
@@ -94,7 +95,7 @@ def _families(
     ways: Sequence[tuple[Recompute, ...]] = [pins["recompute"]] if "recompute" in pins else RECOMPUTE
     if many and layout.recompute in ways:
         ways = [layout.recompute]
-    for name in sorted({*FAMILIES} - {FIT, "gpipe"}):
+    for name in sorted({*FAMILIES} - {FIT, "gpipe"}) if layout.lanes > 1 else [_alone(layout)]:
         placement = FAMILIES[name].placement(layout.lanes)
         if len(placement) > layers or layout.units < FAMILIES[name].least_units(layout.lanes):
             continue
@@ -117,6 +118,11 @@ def _families(
                 yield evaluate(bench, decisions, bench.parts(job, decisions))
             except ScheduleError:
                 continue
+
+
+def _alone(layout: Decisions) -> str:
+    """The family that stands for all on a single lane."""
+    return "1f1b" if layout.schedule == FIT else layout.schedule
 
 
 def _fitted(

@@ -114,10 +114,19 @@ def synthesize(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = 
     return found
 
 
-def leanest(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized:
+def cheapest(chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = ()) -> Synthesized | None:
+    """The cheapest program of consecutive layers with these shares or with the best ones, as if memory were free; None
+    where there is none."""
+    return _at_price(chains, layers, shares, 0.0)
+
+
+def leanest(
+    chains: Chains, layers: Sequence[Layer], shares: Sequence[int] = (), found: Synthesized | None = None
+) -> Synthesized:
     """The cheapest program of consecutive layers that fits in memory, with these shares or with the best ones; where
-    none fits, one that holds little. Raises PlanError where there is no program at all."""
-    found = _at_price(chains, layers, shares, 0.0)
+    none fits, one that holds little. `found` is the `cheapest`, where that is known. Raises PlanError where there is no
+    program at all."""
+    found = found or cheapest(chains, layers, shares)
     if found is not None and fits(chains, found.held_bytes):
         return found
     high = DEAREST * (found.cost_s if found is not None else 1.0) / min(limits(chains))
@@ -143,7 +152,7 @@ def _at_price(chains: Chains, layers: Sequence[Layer], shares: Sequence[int], pr
     chains.byte_price_s = price_s
     record = _alternated(chains, layers, shares)
     chains.byte_price_s = 0.0
-    return None if record is None else _finish(record)
+    return None if record is None else _finish(chains, record)
 
 
 def limits(chains: Chains) -> tuple[float, ...]:
@@ -192,22 +201,24 @@ def _alternated(
         seconds = cost_s(known[id(links)][1], members, given)
         if seconds is None:
             return None
-        over = [
-            max(0.0, held / limit - 1) for held, limit in zip(held_bytes(chain, given), limits(chains), strict=True)
-        ]
-        return seconds * (1 + 1e3 * max(over))
+        return seconds * _penalty(chains, held_bytes(chain, given))
 
     first = [tuple(shares)] if shares else [nearest(weights) for weights in starts(*chains.setting.speeds)]
     return alternate(first, search, improve, cost)
 
 
-def _finish(record: Record[tuple[Link, ...], tuple[int, ...]]) -> Synthesized:
-    chain = [link.choice for link in record.program]
+def _penalty(chains: Chains, held: Sequence[float]) -> float:
+    """By what a program's cost is multiplied where it needs more memory than there is."""
+    return 1 + 1e3 * max(max(0.0, size / limit - 1) for size, limit in zip(held, limits(chains), strict=True))
+
+
+def _finish(chains: Chains, record: Record[tuple[Link, ...], tuple[int, ...]]) -> Synthesized:
+    held = held_bytes([link.choice for link in record.program], record.shares)
     return Synthesized(
         links=tuple(replace(link, shares=record.shares) for link in record.program),
         shares=record.shares,
-        cost_s=record.cost_s,
-        held_bytes=held_bytes(chain, record.shares),
+        cost_s=record.cost_s / _penalty(chains, held),
+        held_bytes=held,
     )
 
 

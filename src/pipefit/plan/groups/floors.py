@@ -3,12 +3,16 @@
 Computing is divided as the devices' speeds are, perfectly. Nothing is divided for nothing: a layer's gradients are
 summed over the group once an iteration, or what goes into it or comes out of it is gathered in one direction and summed
 in the other, in every microbatch; the cheaper of the two counts, by the links of the very groups. (Megatron's sequence
-parallelism does the second four times in a block; a layer of one product may do with one.)
+parallelism does the second four times in a block; a layer of one product may do with one.) And layers are not cut: of
+those that are alike every lane holds a whole number.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, WORKSPACE_BYTES
@@ -19,6 +23,20 @@ from pipefit.plan.types import Job, Recompute
 
 FILLING = 1 / 3
 """Of a lane's time for a microbatch, what the lanes behind wait for at least: its forward."""
+
+
+EXACT = 1 + 1e-9
+"""What a whole number of layers may miss by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What the lanes of a layout do for a microbatch."""
+
+    even_s: float
+    "Every lane, were all layers divided as the lanes are fast."
+    cut_s: float
+    "The busiest lane, where layers that are alike are not cut."
 
 
 class GroupFloors:
@@ -33,6 +51,7 @@ class GroupFloors:
         self._times = {way: bench.cutter.row_time(job, way) for way in ("none", "selective", "full")}
         layers = bench.module.layers
         self._layers = Counter(layer.graph for layer in layers)
+        self._block, self._blocks = self._layers.most_common(1)[0]
 
     def whole_s(self, device: int, rows: int, recompute: Recompute = "none") -> float:
         """All layers of a microbatch of so many rows on one device."""
@@ -58,14 +77,28 @@ class GroupFloors:
             self._alike[lane] = key
         return self._alike[lane]
 
-    def lane_s(self, layout: Layout, rows: int, microbatches: int, recompute: Recompute = "none") -> float:
-        """The busiest lane of a microbatch, were layers divided as the groups are fast."""
+    def busy(self, layout: Layout, rows: int, microbatches: int, recompute: Recompute = "none") -> Busy:
+        """The lanes of a layout with a microbatch."""
+        return self.shared([(n, self.group_s(one, rows, microbatches, recompute)) for one, n in self.distinct(layout)])
+
+    def distinct(self, layout: Layout) -> list[tuple[tuple[Devices, ...], int]]:
+        """Of a layout the lanes that differ, with how many there are."""
         if layout not in self._distinct:
             counts = Counter(map(self.alike, layout.lanes))
             first = {self.alike(lane): lane for lane in layout.lanes}
             self._distinct[layout] = [(first[key], count) for key, count in counts.items()]
-        every = self._distinct[layout]
-        return 1 / sum(count / self.group_s(lane, rows, microbatches, recompute) for lane, count in every)
+        return self._distinct[layout]
+
+    def shared(self, lanes: Sequence[tuple[int, float]]) -> Busy:
+        """All layers divided over lanes: of each kind of lane how many there are, and what all layers take on one."""
+        if any(whole_s == float("inf") for _, whole_s in lanes):
+            return Busy(float("inf"), float("inf"))
+        even_s = 1 / sum(count / whole_s for count, whole_s in lanes)
+        each = [(count, self._part * whole_s) for count, whole_s in lanes]
+        cut_s = even_s
+        while sum(count * int(cut_s / block_s * EXACT) for count, block_s in each) < self._blocks:
+            cut_s = min((int(cut_s / block_s * EXACT) + 1) * block_s for _, block_s in each)
+        return Busy(even_s, cut_s)
 
     def has_room(self, layout: Layout, zero1: bool) -> bool:
         """Whether all that stays fits in the memory of one replica's devices, were it divided perfectly."""
@@ -73,6 +106,17 @@ class GroupFloors:
         stays = self.bench.cutter.static_bytes(self.job, share, "none", (1,))
         kinds = self.bench.network.kinds
         return stays <= sum(kinds[device].memory_bytes - WORKSPACE_BYTES for lane in layout.lanes for device in lane[0])
+
+    @cached_property
+    def _part(self) -> float:
+        """One of the commonest layers, as a part of all: where it is least, of the kinds of devices."""
+        names = [layer.graph for layer in self.bench.module.layers]
+        parts = []
+        for kind in self.bench.cutter.fleet.names:
+            row = self.bench.cutter.row(self.job, frozenset({(kind, 1)}), "none", 1.0)
+            times = row.forward_s + row.backward_s
+            parts.append(float(times[names.index(self._block)] / times.sum()))
+        return min(parts)
 
     def _moved_s(self, lane: tuple[Devices, ...], rows: int, microbatches: int) -> float:
         """What dividing all layers costs at least, of a microbatch."""
@@ -91,11 +135,11 @@ class GroupFloors:
         return total
 
 
-def step_floor_s(lane_s: float, lanes: int, microbatches: int) -> float:
-    """A step of lanes that are busy for `lane_s` with every microbatch: no order takes less."""
-    return (microbatches + FILLING * (lanes - 1)) * lane_s
+def step_floor_s(busy: Busy, lanes: int, microbatches: int) -> float:
+    """A step in which the lanes do so much with every microbatch: no order takes less."""
+    return max((microbatches + FILLING * (lanes - 1)) * busy.even_s, microbatches * busy.cut_s)
 
 
-def step_guess_s(lane_s: float, lanes: int, microbatches: int) -> float:
+def step_guess_s(busy: Busy, lanes: int, microbatches: int) -> float:
     """What 1F1B takes of it."""
-    return (microbatches + lanes - 1) * lane_s
+    return (microbatches - 1) * busy.cut_s + lanes * busy.even_s

@@ -2,7 +2,8 @@
 
 Two groups are alike if their kinds of devices, what their links make of collectives, and what they are asked for are
 the same. A search is for all distinct layers of the model, one recipe each, so a stage of any of them costs the sum of
-what its layers do (equal layers are searched once, and counted as often as they occur).
+what its layers do (equal layers are searched once, and counted as often as they occur). Memory is looked at where what
+programs cost without it still promises something.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipefit.plan.groups.layouts import FEW, Devices
 from pipefit.plan.searched import setting_of
 from pipefit.plan.types import Job
 from pipefit.shard.chain import Chains
-from pipefit.shard.synthesize import Synthesized, leanest
+from pipefit.shard.synthesize import Synthesized, cheapest, leanest
 
 STREAMS: tuple[Form, ...] = (IDENTITY, gathered(0), gathered(1), gathered(2))
 """Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features; the last one, which heads
@@ -46,7 +47,12 @@ class Ask:
 @dataclass(slots=True)
 class _Known:
     chains: Chains
-    best: Synthesized | None
+    shares: tuple[int, ...]
+    "That are given; none: the best ones."
+    free: Synthesized | None
+    "The cheapest programs, were memory free."
+    best: Synthesized | None = None
+    "Those that fit; known where they were asked for."
     forms: dict[Form, Synthesized | None] = field(default_factory=dict)
 
 
@@ -63,19 +69,27 @@ class Oracle:
         """How many groups that differ were searched for."""
         return len(self._known)
 
+    def least_s(self, ask: Ask) -> float:
+        """What programs of all layers cost, were memory free; infinite where there are none."""
+        free = self._answer(ask).free
+        return float("inf") if free is None else free.cost_s
+
     def best(self, ask: Ask) -> Synthesized | None:
-        """The cheapest programs and shares of all layers; None where there are none."""
-        return self._answer(ask).best
+        """The cheapest programs and shares of all layers that fit in memory, or nearly; None where there are none."""
+        answer = self._answer(ask)
+        if answer.best is None and answer.free is not None:
+            answer.best = self._leanest(answer.chains, answer.shares, answer.free)
+        return answer.best
 
     def forms(self, ask: Ask) -> Mapping[Form, Synthesized]:
         """The cheapest programs with the best shares for every form of the hidden state between layers."""
-        answer = self._answer(ask)
-        if answer.best is None:
+        answer, best = self._answer(ask), self.best(ask)
+        if best is None:
             return {}
         for form in STREAMS if self.bench.network.devices <= FEW else STREAMS[:3]:
             if form not in answer.forms:
                 free, answer.chains.streams = answer.chains.streams, (form,)
-                answer.forms[form] = self._leanest(answer.chains, answer.best.shares)
+                answer.forms[form] = self._leanest(answer.chains, best.shares)
                 answer.chains.streams = free
         return {form: found for form, found in answer.forms.items() if found is not None}
 
@@ -100,12 +114,12 @@ class Oracle:
                 chains.streams = STREAMS[:3]
             alike = len(setting.distinct) == 1
             shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
-            self._known[key] = _Known(chains, self._leanest(chains, shares))
+            self._known[key] = _Known(chains, shares, cheapest(chains, bench.module.layers, shares))
         return self._known[key]
 
-    def _leanest(self, chains: Chains, shares: tuple[int, ...]) -> Synthesized | None:
+    def _leanest(self, chains: Chains, shares: tuple[int, ...], found: Synthesized | None = None) -> Synthesized | None:
         try:
-            return leanest(chains, self.bench.module.layers, shares)
+            return leanest(chains, self.bench.module.layers, shares, found)
         except PlanError:
             return None
 

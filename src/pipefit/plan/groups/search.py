@@ -22,7 +22,7 @@ from pipefit.plan.candidates import Candidate
 from pipefit.plan.check_slices import document_obstacles
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.fitting import FIT, HOPE, choices, fit_layout, tables_of
-from pipefit.plan.groups.floors import GroupFloors, step_floor_s, step_guess_s
+from pipefit.plan.groups.floors import Busy, GroupFloors, step_floor_s, step_guess_s
 from pipefit.plan.groups.forms import Held, alone, cheapest_forms
 from pipefit.plan.groups.layouts import FEW, Devices, Layout, layouts
 from pipefit.plan.groups.oracle import Ask, Oracle
@@ -94,8 +94,8 @@ def with_groups(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Foun
 
 
 def _applies(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
-    """Whether groups are asked for, the pins leave room for them, and the cluster has any."""
-    if not pins.get("groups", False):
+    """Whether groups are not left out, the pins leave room for them, and the cluster has any."""
+    if not pins.get("groups", True):
         return False
     if bench.network.devices < 2 or any(key in pins for key in UNFIT_PINS) or pins.get("slices", 1) != 1:
         return False
@@ -151,8 +151,7 @@ class _Looker:
             self.looked += 1
             for count in self.counts(layout):
                 rows = self.job.batch // count // layout.replicas
-                lane_s = self.floors.lane_s(layout, rows, count, way)
-                floor_s = step_floor_s(lane_s, len(layout.lanes), count)
+                floor_s = step_floor_s(self.floors.busy(layout, rows, count, way), len(layout.lanes), count)
                 if floor_s < self.best_s * (1 - TIE):
                     yield _Hope(floor_s, layout, count)
 
@@ -177,39 +176,45 @@ class _Looker:
         most = PROGRAMS[self.bench.network.devices > FEW]
         for hope in hopes:
             lanes, count = len(hope.layout.lanes), hope.microbatches
-            expected_s = self.lane_s(hope, self.expected)
-            if step_floor_s(expected_s, lanes, count) >= self.best_s * (1 - TIE):
+            if step_floor_s(self.busy(hope, self.expected), lanes, count) >= self.best_s * (1 - TIE):
                 continue
             if self.oracle.searched >= most:
                 return
-            lane_s = self.lane_s(hope, self.known)
-            if step_floor_s(lane_s, lanes, count) < self.best_s * (1 - TIE):
-                yield replace(hope, step_s=step_guess_s(lane_s, lanes, count))
+            if step_floor_s(self.busy(hope, self.least), lanes, count) >= self.best_s * (1 - TIE):
+                continue
+            busy = self.busy(hope, self.known)
+            if step_floor_s(busy, lanes, count) < self.best_s * (1 - TIE):
+                yield replace(hope, step_s=step_guess_s(busy, lanes, count))
 
-    def lane_s(self, hope: _Hope, cost_s: Callable[[tuple[Devices, ...], Ask | None, float], float]) -> float:
-        """The busiest lane of a microbatch, where lanes cost what is said, given what is asked and the floor."""
+    def busy(self, hope: _Hope, cost_s: Callable[[tuple[Devices, ...], Ask | None, float], float]) -> Busy:
+        """The lanes with a microbatch, where each costs what is said, given what is asked and the floor."""
         rows = self.job.batch // hope.microbatches // hope.layout.replicas
-        total, known = 0.0, dict[object, float]()
-        for lane, ask in zip(hope.layout.lanes, self.asks(hope), strict=True):
-            key = self.floors.alike(lane)
-            if key not in known:
-                known[key] = cost_s(lane, ask, self.floors.group_s(lane, rows, hope.microbatches))
-            total += 1 / known[key]
-        return 1 / total if total else float("inf")
+        asks = {self.floors.alike(lane): ask for lane, ask in zip(hope.layout.lanes, self.asks(hope), strict=True)}
+        costs = [
+            (count, cost_s(lane, asks[self.floors.alike(lane)], self.floors.group_s(lane, rows, hope.microbatches)))
+            for lane, count in self.floors.distinct(hope.layout)
+        ]
+        return self.floors.shared(costs)
 
     def expected(self, lane: tuple[Devices, ...], ask: Ask | None, floor_s: float) -> float:
         """What the lane's programs likely cost, by what others of its groups do."""
         return floor_s * (1.0 if ask is None else self.over.get(self.floors.alike(lane), 1.0))
 
-    def known(self, lane: tuple[Devices, ...], ask: Ask | None, floor_s: float) -> float:
-        """What the lane's programs cost, searched if they have to be."""
+    def least(self, lane: tuple[Devices, ...], ask: Ask | None, floor_s: float) -> float:
+        """What the lane's programs cost, searched if they have to be, were memory free."""
         if ask is None:
             return floor_s
-        best = self.oracle.best(ask)
-        cost_s = best.cost_s if best is not None else float("inf")
+        cost_s = self.oracle.least_s(ask)
         key = self.floors.alike(lane)
         self.over[key] = min(self.over.get(key, float("inf")), max(1.0, ALIKE * cost_s / floor_s))
         return cost_s
+
+    def known(self, lane: tuple[Devices, ...], ask: Ask | None, floor_s: float) -> float:
+        """What the lane's programs cost."""
+        if ask is None:
+            return floor_s
+        best = self.oracle.best(ask)
+        return best.cost_s if best is not None else float("inf")
 
     def asks(self, hope: _Hope) -> list[Ask | None]:
         """What is asked for every lane; None for devices alone."""
