@@ -15,7 +15,10 @@ def command(
     run_dir: Annotated[Path, typer.Option("-o", "--output", help="Folder for metrics, checkpoints and weights.")],
     steps: int = typer.Option(..., help="Optimizer steps of the whole run."),
     data: Annotated[
-        list[str] | None, typer.Option(help="Files, folders, patterns or `stdlib` (the default); repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Files, folders, patterns or `stdlib` (the default), repeatable; for whole models FILE.py:FUNCTION."
+        ),
     ] = None,
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
     field: str = typer.Option("text", help="Field of jsonl and column of parquet files that holds the text."),
@@ -46,9 +49,10 @@ def command(
     print_launch: bool = typer.Option(False, "--print-launch", help="Print the torchrun and sbatch lines, and stop."),
     per_host: int = typer.Option(0, help="Ranks per host for --print-launch; 0: 8, or all where they are fewer."),
 ) -> None:
-    """Train the plan's model on text: metrics as lines and JSON, checkpoints, weights in Hugging Face's format."""
+    """Train the plan's model on text, or a whole model on its data: metrics, checkpoints, weights as safetensors."""
     # Before torch is imported: its C++ warnings about lost connections would bury our one message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from pipefit.data.sources import STDLIB
     from pipefit.plan.check import load_plan
     from pipefit.run.config import TrainConfig, check_train_config
     from pipefit.run.launch import launch, launch_lines
@@ -60,7 +64,7 @@ def command(
     )  # fmt: skip
     config = check_train_config(
         TrainConfig(
-            plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or ("stdlib",)), tokenizer=tokenizer,
+            plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or (STDLIB,)), tokenizer=tokenizer,
             field=field, held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights,
             eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep, async_save=async_save,
             log_every=log_every, tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import ModelError
 from pipefit.model.capture_export import MODULE, export_reason, fold, on_meta, quiet
 from pipefit.model.convert import Emitter, Unconvertible, convert
+from pipefit.model.counted import PASSING
 from pipefit.model.cut_layers import cut_layers
 from pipefit.model.example import Example
 from pipefit.model.graph import Graph, Model, Module, ParameterSpec, Tensor
@@ -175,7 +177,8 @@ def _converted(
     if any(isinstance(size, int) for size in sizes):
         raise Unconvertible("it works for one number of rows only")
     emitter = Emitter({str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True)
-    inputs = [_input(emitter, example, name, node) for name, node in zip(names, given, strict=True)]
+    fed = fed_as(example)
+    inputs = [replace(fed[name], dtype=emitter.dtype(node)) for name, node in zip(names, given, strict=True)]
     for tensor, node in zip(inputs, given, strict=True):
         emitter.names[node], emitter.given[tensor.name] = tensor.name, tensor.shape
     parameters = _parameters(example.module)
@@ -200,13 +203,23 @@ def _converted(
     return graph
 
 
-def _input(emitter: Emitter, example: Example, name: str, node: Any) -> Tensor:
-    """What an example input is in the graph: fed by the step plan where it can be, else by its own name."""
-    dtype, shape = emitter.dtype(node), emitter.shape(node)
-    role: Any = example.roles.get(name, ROLES.get(name, "data"))
-    fits = dtype == "int64" and (len(shape) == 2 or role == "labels")
-    role = role if fits and role not in emitter.given else "data"
-    return Tensor(name=name if role == "data" else role, shape=shape, dtype=dtype, role=role)
+def fed_as(example: Example) -> dict[str, Tensor]:
+    """Name of every input that is a tensor -> its name, role and shape in the graphs: fed as the step plan says where
+    it is tokens, positions or labels, else by its own name."""
+    import torch
+
+    found: dict[str, Tensor] = {}
+    for name, value in example.inputs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        role: Any = example.roles.get(name, ROLES.get(name, "data"))
+        fits = value.dtype == torch.int64 and (value.dim() == 2 or role == "labels")
+        taken = any(tensor.role == role for tensor in found.values())
+        role = role if fits and not taken else "data"
+        dtype = "compute" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
+        shape = ("B", *value.shape[1:])
+        found[name] = Tensor(name=name if role == "data" else role, shape=shape, dtype=dtype, role=role)
+    return found
 
 
 def _parameters(module: nn.Module) -> dict[str, ParameterSpec]:
@@ -267,10 +280,6 @@ def _inside(emitter: Emitter, owner: Any, node: Any) -> None:
                     "shape": list(emitter.shape(one)), "dtype": emitter.dtype(one),
                 }  # fmt: skip
                 emitter.names[one] = emitter.like(one, "aten", (emitter.names[one],), attributes)
-
-
-PASSING = {"cast", "reshape", "mul", "div", "neg"}
-"""A mean times a number is a sum times it, divided by the labels of the step."""
 
 
 def _check_loss(graph: Graph, means: set[str]) -> None:

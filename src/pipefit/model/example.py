@@ -1,4 +1,5 @@
-"""A whole model as its user trains it: the module, example inputs, the loss. What `FILE.py:FUNCTION` may return."""
+"""A whole model as its user trains it: the module, example inputs, the loss, the data. What `FILE.py:FUNCTION` may
+return."""
 
 from __future__ import annotations
 
@@ -19,5 +20,9 @@ class Example:
     "loss(what forward returns, labels), a sum or a mean over rows; None: forward returns it (or has it as `.loss`)."
     labels: str = "labels"
     "With `loss`: which of the inputs is for it, and not for forward."
+    dataset: Any = None
+    """What `pipefit train` feeds: anything with a length and items by number, as torch.utils.data.Dataset has them, or
+    a function without arguments that makes it. An item is one row, without the dimension of rows: a mapping by the
+    names of `inputs`, or a tuple in their order. Equal numbers must give equal items on every rank."""
     roles: Mapping[str, str] = field(default_factory=dict)
     "Inputs that the step plan gives (tokens, positions, labels); by default those that are called so."

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipefit.codec import digest
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.example import Example
 
@@ -29,6 +32,26 @@ def make(source: str) -> Any:
             next_step="for a whole nn.Module give an Example" if hasattr(made, "named_parameters") else None,
         )
     return list(made)
+
+
+@contextmanager
+def drawing_from(*key: int) -> Iterator[None]:
+    """User code that draws random numbers: the generators of torch, numpy and Python start from a key, and are as they
+    were afterwards. Equal keys give equal numbers in every process."""
+    import numpy as np
+    import torch
+
+    seed = int(digest(list(key))[:15], 16)
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % (1 << 32))
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 def load_function(source: str) -> Callable[[], Any]:

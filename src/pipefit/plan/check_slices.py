@@ -80,7 +80,7 @@ def slice_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
 def shard_problems(plan: Plan) -> Iterator[PlanError]:
     """One for every stage that splits tokens over its shards and would leave one of them without."""
     for index, stage in enumerate(plan.stages):
-        if stage.sharding in SPLIT_TOKENS:
+        if _splits_tokens(stage.sharding, plan.order.slices):
             shares = plan.groups[stage.group].group().axis("shard").shares
             yield from _too_short(plan.order.slices, shares, f"order.slices and stages[{index}].sharding")
 
@@ -97,9 +97,14 @@ def check_cut(
             seen=f"{', '.join(map(str, slices))}: {sum(slices)} tokens",
             allowed=f"positive lengths adding up to {sequence}",
         )
-    if sharding in SPLIT_TOKENS:
+    if _splits_tokens(sharding, slices or (sequence,)):
         for error in _too_short(slices or (sequence,), shares, where):
             raise error
+
+
+def _splits_tokens(sharding: str, slices: Sequence[int]) -> bool:
+    """Whether programs of this sharding may split tokens. A search splits none where rows have one (images)."""
+    return sharding in SPLIT_TOKENS and not (sharding == "searched" and tuple(slices) == (1,))
 
 
 def _too_short(slices: Sequence[int], shares: Sequence[int], where: str) -> Iterator[PlanError]:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from pipefit.data.sources import STDLIB
 from pipefit.errors import RunError
 from pipefit.run.optimizer import OptimizerConfig, check_config
 
@@ -21,8 +22,8 @@ class TrainConfig:
     "The cluster, where it is not to be found as the plan names it."
     run_dir: str
     "Where metrics, checkpoints and final weights go."
-    data: tuple[str, ...] = ("stdlib",)
-    "Files, folders, patterns, or `stdlib`, the source text of the Python standard library on this machine."
+    data: tuple[str, ...] = (STDLIB,)
+    "Files, folders, patterns, or `stdlib`; for a model that was captured whole FILE.py:FUNCTION, a data set."
     tokenizer: str = "bytes"
     "`bytes`, or a local tokenizer.json."
     field: str = "text"

@@ -16,7 +16,7 @@ def make_feeds(
     plan: Plan, device: int, rows: RowReader, step_plan: StepPlan, torch_device: torch.device
 ) -> list[list[Feed]]:
     """feeds[microbatch][slice] of `device` for a training step."""
-    stage, replica = _place(plan, device)
+    stage, replica = place_of_device(plan, device)
     return [
         [
             _feed(feed_arrays(rows, step_plan, stage, microbatch, replica, slice_), step_plan.step, torch_device)
@@ -36,7 +36,7 @@ def evaluation_feeds(
     return [feeds[0] for feeds in make_feeds(plan, device, rows, whole, torch_device)]
 
 
-def _place(plan: Plan, device: int) -> tuple[int, int]:
+def place_of_device(plan: Plan, device: int) -> tuple[int, int]:
     """(a stage of the device's lane, the device's replica)."""
     lane = lane_of(plan, device)
     return plan.order.placement.index(lane), plan.lane_group(lane).position(device, "replica")

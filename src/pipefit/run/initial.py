@@ -19,6 +19,7 @@ from pipefit.layout import Box
 from pipefit.model.graph import Model
 from pipefit.model.registry import USER, build_layers
 from pipefit.plan.types import Plan
+from pipefit.run.given import whole_example
 
 Kind = Literal["normal", "ones", "zeros"]
 
@@ -51,6 +52,9 @@ def initial_values(plan: Plan, model: Model) -> Value:
 
 def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
     """What the user's modules hold after they were made under the plan's seed: the same on every rank."""
+    whole = whole_example(str(model.config.get("source", "")), plan.job.seed)
+    if whole is not None:
+        return {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.job.seed)
         layers = build_layers(model.family, model.config, device="cpu")

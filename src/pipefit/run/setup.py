@@ -82,6 +82,14 @@ class World:
 
         compare_ranks(self.store, name, self.rank, self.size, text, _PREPARE_S, judge)
 
+    def total(self, number: int) -> int:
+        """The sum of everybody's number, on the CPU. All ranks call together."""
+        if self.size == 1:
+            return number
+        added = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(added, group=self.cpu_group)
+        return int(added)
+
     def stop(self) -> None:
         """Leave: the heartbeat ends as meant, the process group is given up."""
         if self.monitor is not None:

@@ -168,7 +168,8 @@ class StageProgram:
         if extent is None:
             extent = feed.labels if feed.labels is not None else inputs.get("", feed.rows)
         assert extent is not None, "neither inputs nor a feed that says how many rows there are"
-        record.rows, record.tokens = extent.shape[0], extent.shape[1] if extent.dim() > 1 else 1
+        record.rows = extent.shape[0] if feed.rows is None else len(feed.rows)
+        record.tokens = extent.shape[1] if extent.dim() > 1 else 1
         shard = self.shard
         record.local_rows = record.rows if shard is None else shard.length(record.rows)
         record.local_tokens = record.tokens if shard is None else shard.length(record.tokens)

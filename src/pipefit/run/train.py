@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from pipefit import __version__, codec
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
-from pipefit.data.stepplan import batch_shape, evaluation_batches, evaluation_plan, step_plan
 from pipefit.errors import CheckpointError, RunError
 from pipefit.lab import pace
 from pipefit.model.graph import Model
@@ -29,9 +28,10 @@ from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig
 from pipefit.run.faults import injected, name_ranks
-from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.feeding import Feeding, SampleFeeding, TextFeeding
 from pipefit.run.folder import check_run_dir, open_run_dir
 from pipefit.run.fresh import captured_model, check_cluster, check_model
+from pipefit.run.given import Given, first_values, given, samples_of
 from pipefit.run.initial import Value
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
@@ -49,15 +49,16 @@ class Run:
         world.from_rank_0("cluster", lambda: str(check_cluster(plan, config.plan, config.cluster) is not None))
         world.from_rank_0("sources", lambda: str(check_model(plan, config.weights)))
         self.model = shared_model(plan, world)
-        self.corpus = shared_corpus(plan, config, world)
-        world.agree("corpus", self.corpus.digest, other_corpus)
+        self.given = given(plan)
+        if self.given is not None and config.weights:
+            self.given = first_values(self.given, config.weights)
+        self.feeding = shared_feeding(plan, self.model, self.given, config, world)
+        world.agree("corpus", self.feeding.digest, other_corpus)
         value = weights_value(plan, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
         self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
-        self.shape = batch_shape(plan)
-        self.corpus.rows.require_batch(plan.job.batch)
         self.flops = model_flops(self.model, plan)
-        self.start = resume(self.worker, plan, config, self.corpus, world) if config.resume else 0
+        self.start = resume(self.worker, plan, config, self.feeding, world) if config.resume else 0
         self._save_group = world.own_group() if config.async_save else world.cpu_group
         self._pending: checkpoint.PendingSave | None = None
         self._fault = injected()
@@ -96,7 +97,7 @@ class Run:
                 since, steps = time.perf_counter(), 0
         self.wait_for_save()
         self.tell_pace(log)
-        save_final(self.worker, directory / "weights", self.world)
+        save_final(self.worker, directory / "weights", self.world, self.given)
 
     def after(self, step: int, log: Log | None, directory: Path) -> bool:
         """What stands between two steps: trace, evaluation, checkpoint. Whether there was any, which took time."""
@@ -129,21 +130,19 @@ class Run:
         if self._fault is not None:
             self._fault.strike(self.world.rank, step)
         began = time.perf_counter()
-        batch = step_plan(self.shape, self.corpus.rows, step)
-        feeds = make_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
+        feeds, divisor = self.feeding.step(step)
         self.data_s = time.perf_counter() - began
-        result = self.worker.step(feeds, step, batch.divisor)
+        result = self.worker.step(feeds, step, divisor)
         return result.loss, result.grad_norm, result.lr
 
     def evaluate(self, step: int, log: Log | None) -> float | None:
         """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
         began = time.perf_counter()
         total, labels = 0.0, 0
-        for index in range(min(evaluation_batches(self.shape, self.corpus.rows), self.config.eval_batches)):
-            batch = evaluation_plan(self.shape, self.corpus.rows, index)
-            feeds = evaluation_feeds(self.plan, self.worker.device, self.corpus, batch, self.world.device)
+        for index in range(min(self.feeding.evaluations, self.config.eval_batches)):
+            feeds, divisor = self.feeding.evaluation(index)
             total += float(self.worker.evaluate(feeds))
-            labels += batch.divisor
+            labels += divisor
         if not labels:
             return None
         if log is not None:
@@ -160,8 +159,8 @@ class Run:
             "batch": self.plan.job.batch,
             "sequence": self.plan.job.sequence,
             "precision": self.plan.job.precision,
-            "held_out": self.corpus.rows.held_out,
-            "corpus": self.corpus.digest,
+            "held_out": self.feeding.rows.held_out,
+            "corpus": self.feeding.digest,
             "rows_seen": step * self.plan.job.batch,
             "pipefit": __version__,
         }
@@ -181,7 +180,7 @@ class Run:
             self._pending = None
 
 
-def resume(worker: Worker, plan: Plan, config: TrainConfig, corpus: Corpus, world: World) -> int:
+def resume(worker: Worker, plan: Plan, config: TrainConfig, feeding: Feeding, world: World) -> int:
     """Load a checkpoint into the worker; the step to continue with. CheckpointError if it is of another run."""
     folder = checkpoint.locate(Path(config.resume))
     manifest = checkpoint.read_manifest(folder)
@@ -192,8 +191,8 @@ def resume(worker: Worker, plan: Plan, config: TrainConfig, corpus: Corpus, worl
         "seed": (plan.job.seed, "the seed"),
         "batch": (plan.job.batch, "the batch"),
         "sequence": (plan.job.sequence, "the sequence length"),
-        "corpus": (corpus.digest, "the corpus"),
-        "held_out": (corpus.rows.held_out, "the number of rows held out (--held-out)"),
+        "corpus": (feeding.digest, "the data"),
+        "held_out": (feeding.rows.held_out, "the number of rows held out (--held-out)"),
     }
     for key, (value, words) in expected.items():
         if value != "" and extra.get(key, value if key == "held_out" else None) != value:
@@ -221,6 +220,15 @@ def shared_model(plan: Plan, world: World) -> Model:
     return codec.load_text(Model, text, "the model of rank 0")
 
 
+def shared_feeding(plan: Plan, model: Model, found: Given | None, config: TrainConfig, world: World) -> Feeding:
+    """What this rank feeds its worker: a user's data set, or text, prepared by the first rank of every host."""
+    device = plan.devices[world.rank]
+    if found is None:
+        return TextFeeding(plan, shared_corpus(plan, config, world), device, world.device)
+    samples = samples_of(found, plan, config)
+    return SampleFeeding(plan, model, samples, found.fed, device, world.device, world.total)
+
+
 def shared_corpus(plan: Plan, config: TrainConfig, world: World) -> Corpus:
     """The corpus: prepared by the first rank of every host, opened by all."""
     vocabulary = plan.model.config.get("vocab_size")
@@ -238,8 +246,8 @@ def other_corpus(ranks: list[int], seen: str) -> RunError:
         f"These ranks read another corpus than rank 0: {name_ranks(ranks)}.",
         where="--data and --tokenizer",
         seen=f"corpus {seen}",
-        allowed="the same text, in the same order, and the same tokenizer on all hosts",
-        next_step="copy the text to all hosts, or name a folder that they share",
+        allowed="the same text or data set, in the same order, and the same tokenizer on all hosts",
+        next_step="copy the data to all hosts, or name a folder that they share",
     )
 
 
@@ -276,8 +284,9 @@ def model_flops(model: Model, plan: Plan) -> float:
     return total
 
 
-def save_final(worker: Worker, directory: Path, world: World) -> None:
-    """The parameters in Hugging Face safetensors, written by rank 0 while the others send it what they hold."""
+def save_final(worker: Worker, directory: Path, world: World, found: Given | None = None) -> None:
+    """The parameters as safetensors, written by rank 0 while the others send it what they hold: under Hugging Face's
+    names, or under those of the user's module, with all that its state dict has beside them."""
     from pipefit.model.weights import save_weights
     from pipefit.run.checkpoint_gather import gather_full
 
@@ -286,7 +295,9 @@ def save_final(worker: Worker, directory: Path, world: World) -> None:
     def on_rank_0() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in whole:
             assert tensor is not None
-            yield name.removeprefix(MODEL), tensor
+            for one in names_of(name.removeprefix(MODEL), found):
+                yield one, tensor
+        yield from found.untrained.items() if found is not None else ()
 
     if world.rank == 0:
         with writing("final weights", directory):
@@ -295,6 +306,11 @@ def save_final(worker: Worker, directory: Path, world: World) -> None:
     else:
         for _ in whole:
             pass
+
+
+def names_of(name: str, found: Given | None) -> list[str]:
+    """A parameter's names in the state dict of a user's module; its own for any other model."""
+    return [name, *(other for other, known in found.aliases.items() if known == name)] if found is not None else [name]
 
 
 def keep_token_ids(source: str, config: Path) -> None:

@@ -1,0 +1,167 @@
+"""The rows of a user's data set: items by number, checked against the inputs of the model.
+
+A data set is anything with a length and `[index]`, as torch.utils.data.Dataset has them. Every rank reads the rows that
+it works on, so equal numbers must give equal items in every process. Numbers that an item draws (augmentation) are
+keyed by (seed, step, row): torch's, numpy's and Python's generators are set before every item. No torch at import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.rows import Rows
+from pipefit.errors import DataError
+from pipefit.model.user import drawing_from
+
+HELD_OUT = -1
+"""In the place of a step: what an item draws in an evaluation is the same every time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What one input is for one row."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    "`float` for any floating type, else `int64`, `int32` or `bool`."
+
+    @property
+    def numpy(self) -> Any:
+        return np.float32 if self.dtype == "float" else np.dtype(self.dtype)
+
+
+class Samples:
+    """The rows of a data set. `fields` are the model's inputs in their order, by the user's names."""
+
+    def __init__(self, dataset: Any, fields: Mapping[str, Field], *, where: str, batch: int, held_out: float) -> None:
+        """Raises DataError if it is no data set, has too few rows, or gives items that do not fit."""
+        self._dataset, self.fields, self._where = _made(dataset, where), dict(fields), where
+        self.rows = _rows(len(self._dataset), batch, held_out, where)
+        self.digest = self._digest()
+
+    def take(self, rows: NDArray[np.int64], names: Collection[str], seed: int, step: int) -> dict[str, NDArray[Any]]:
+        """The inputs of these names for these rows, rows in front. Raises DataError for an item that does not fit."""
+        items = [self._item(int(row), seed, step) for row in rows] if names else []
+        return {
+            name: np.stack([item[name] for item in items])
+            if items
+            else np.zeros((0, *self.fields[name].shape), self.fields[name].numpy)
+            for name in names
+        }
+
+    def _item(self, row: int, seed: int, step: int) -> dict[str, NDArray[Any]]:
+        """One row, checked."""
+        try:
+            with drawing_from(seed, step, row):
+                item = self._dataset[row]
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            raise DataError(
+                "The data set failed to give a row.",
+                where=f"{self._where}[{row}]",
+                seen=f"{type(error).__name__}: {text[0] if text else ''}",
+            ) from error
+        return {name: self._fitting(name, value, row) for name, value in self._by_name(item, row).items()}
+
+    def _by_name(self, item: Any, row: int) -> dict[str, Any]:
+        names = list(self.fields)
+        if isinstance(item, Mapping):
+            missing = [name for name in names if name not in item]
+            if not missing:
+                return {name: item[name] for name in names}
+            seen = f"no {', '.join(missing)} among {', '.join(map(str, item))}"
+        elif isinstance(item, (tuple, list)):
+            if len(item) == len(names):
+                return dict(zip(names, item, strict=True))
+            seen = f"{len(item)} values"
+        else:
+            seen = f"a {type(item).__name__}"
+        raise DataError(
+            "An item of the data set does not have the inputs of the model.",
+            where=f"{self._where}[{row}]",
+            seen=seen,
+            allowed=f"a mapping with {', '.join(names)}, or a tuple of them in this order",
+        )
+
+    def _fitting(self, name: str, value: Any, row: int) -> NDArray[Any]:
+        field = self.fields[name]
+        array = np.asarray(value)
+        able = array.dtype.kind in ("fiub" if field.dtype == "float" else "b" if field.dtype == "bool" else "iub")
+        if array.shape == field.shape and able:
+            return array.astype(field.numpy, copy=False) if array.dtype != np.float64 else array
+        raise DataError(
+            "An item of the data set does not fit the model's input.",
+            where=f"{self._where}[{row}], {name}",
+            seen=f"{array.dtype} {array.shape}",
+            allowed=f"{field.dtype} {field.shape}, as in the example (without the dimension of rows)",
+        )
+
+    def _digest(self) -> str:
+        """Of the length and of some rows: equal data sets have equal ones. Rows are read twice, to see whether they are
+        always the same."""
+        state = hashlib.sha256(str(len(self._dataset)).encode())
+        for row in sorted({0, self.rows.count // 2, self.rows.count - 1}):
+            one, two = (self._item(row, 0, HELD_OUT) for _ in range(2))
+            for name, value in one.items():
+                if not np.array_equal(value, two[name], equal_nan=value.dtype.kind == "f"):
+                    raise DataError(
+                        "The data set gives other numbers when a row is read again, so ranks would not agree on it.",
+                        where=f"{self._where}[{row}], {name}",
+                        allowed="items that are a function of their number, and of torch's, numpy's or Python's own "
+                        "generator, which is set before every item",
+                        next_step="draw from these generators, or from one that is seeded by the number of the item",
+                    )
+                state.update(np.ascontiguousarray(value).tobytes())
+        return state.hexdigest()[:24]
+
+
+def _made(dataset: Any, where: str) -> Any:
+    """The data set itself, where a function makes it."""
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):
+        dataset = dataset()
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return dataset
+    raise DataError(
+        "This is no data set with rows by number.",
+        where=where,
+        seen=type(dataset).__name__,
+        allowed="an object with a length and items by number (a map-style torch.utils.data.Dataset), or a function "
+        "without arguments that makes one",
+    )
+
+
+def _rows(count: int, batch: int, held_out: float, where: str) -> Rows:
+    """Which rows are for training. Rows of one evaluation fill whole batches; a fraction is rounded to them."""
+    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
+        raise DataError(
+            "This is no part of the rows to hold out.",
+            where="--held-out",
+            seen=held_out,
+            allowed="a fraction from 0 up to 1, or a whole number of rows",
+        )
+    kept = int(held_out)
+    if 0 < held_out < 1:
+        kept = max(1, int(count * held_out) // batch) * batch
+        kept = kept if count >= kept + batch else 0
+    if 0 < kept < batch:
+        raise DataError(
+            "The rows that are held out do not fill one batch.",
+            where="--held-out",
+            seen=kept,
+            allowed=f"0, a fraction, or at least {batch}, the rows of one step",
+        )
+    if count - kept < batch:
+        raise DataError(
+            "The data set is too small for one batch.",
+            where=where,
+            seen=f"{count} rows, {kept} of them held out",
+            allowed=f"at least {batch} rows to train on, those of one step",
+            next_step="plan a smaller batch, give more data, or hold out fewer rows",
+        )
+    return Rows(count=count, sequence=1, last_labels=1, held_out=kept)
