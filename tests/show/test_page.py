@@ -127,6 +127,28 @@ def test_decisions_and_why_the_others_lost_are_told(ran):
     assert f"at least {format_seconds(0.5)}" in words, "the one that does not fit has a bound, not a time"
 
 
+def test_the_plans_memory_is_that_of_the_lane_with_least_room():
+    plan, cluster = toy_plan()
+    first, second, *others = plan.prediction.lanes
+    large = replace(first, peak_bytes=2e10, limit_bytes=4e10)
+    small = replace(second, peak_bytes=1.2e10, limit_bytes=1.6e10)
+    plan = replace(plan, prediction=replace(plan.prediction, lanes=(large, small, *others)))
+    words = Page(report(make_subject(plan, toy_model(9), cluster))).words
+    row = words[words.rindex("this plan") : words.rindex("chosen")]
+    assert row.endswith(f"{format_seconds(plan.prediction.step_s)} {format_bytes(1.2e10)} 75 % "), row
+
+
+def test_who_holds_which_layers_is_told():
+    plan, cluster = toy_plan(stages=2, shards=(2, 1), sharding="megatron", microbatches=4)
+    words = Page(report(make_subject(plan, toy_model(9), cluster))).words
+    for index, stage in enumerate(plan.stages):
+        start, stop = stage.layers
+        devices = plan.groups[stage.group].devices
+        row = f"language {start} to {stop - 1} {index} {devices[0]}-{devices[-1]} 2 shards (2:1) megatron none"
+        assert row in words, words[words.index("Who holds") :][:400]
+    assert "program" not in Page(report(toy_subject())).words
+
+
 def test_slices_are_told_with_why():
     plan, cluster = toy_plan(slices=(40, 24))
     noted = replace(plan.prediction, assumptions=("slices: 2 of every sequence, as fixed", "links: measured"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipefit.plan.types import Alternative, GroupPlan, MemoryRisk, Plan, Prediction, Sensitivity
+from pipefit.plan.types import Alternative, GroupPlan, LanePrediction, MemoryRisk, Plan, Prediction, Sensitivity, Stage
 from pipefit.units import format_bytes, format_flops, format_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -91,7 +91,9 @@ def decision_table(plan: Plan) -> TextTable:
 
 
 def stage_table(plan: Plan) -> TextTable:
-    """Every stage: its layers, its devices, and what its lane does with its time."""
+    """Every stage: its layers, its devices, and what its lane does with its time; where several devices run a program
+    together, which."""
+    shared = any(stage.sharding != "none" for stage in plan.stages)
     lanes = plan.prediction.lanes if plan.prediction else None
     rows = []
     for index, stage in enumerate(plan.stages):
@@ -106,11 +108,13 @@ def stage_table(plan: Plan) -> TextTable:
                 str(lane),
                 _devices(group.devices),
                 _grid(group),
+                *([_program(stage)] if shared else []),
                 stage.recompute,
                 *times,
             )
         )
-    columns = ("stage", "layers", "lane", "devices", "grid", "recompute", "busy", "idle")
+    program = ("program",) if shared else ()
+    columns = ("stage", "layers", "lane", "devices", "grid", *program, "recompute", "busy", "idle")
     return TextTable("stages", columns, tuple(rows))
 
 
@@ -207,8 +211,13 @@ def _gain(one: Sensitivity, prediction: Prediction) -> str:
     return f"{one.change}: {words} ({one.how})"
 
 
+def fullest_lane(prediction: Prediction) -> LanePrediction:
+    """The lane that has least room for its own memory: where limits differ it need not be the one that needs most."""
+    return max(prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
+
+
 def _winner_row(plan: Plan, keys: Sequence[str], prediction: Prediction) -> tuple[str, ...]:
-    fullest = max(prediction.lanes, key=lambda lane: lane.peak_bytes / lane.limit_bytes)
+    fullest = fullest_lane(prediction)
     return (
         *choices(plan.decisions, keys),
         format_seconds(prediction.step_s),
@@ -249,6 +258,11 @@ def _grid(group: GroupPlan) -> str:
             uneven = f" ({':'.join(map(str, axis.shares))})" if len({*axis.shares}) > 1 else ""
             parts.append(f"{len(axis.shares)} {axis.name}s{uneven}")
     return " x ".join(parts) or "1 device"
+
+
+def _program(stage: Stage) -> str:
+    """`megatron`, or `searched 1f2e3d4c` with the name of the set of recipes; nothing for devices alone."""
+    return "" if stage.sharding == "none" else f"{stage.sharding} {stage.recipes}".rstrip()
 
 
 def _devices(devices: Sequence[int]) -> str:

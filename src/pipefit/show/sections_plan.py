@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from pipefit import __version__
-from pipefit.plan.explain import choices, headlines
+from pipefit.plan.explain import choices, fullest_lane, headlines, stage_table
 from pipefit.plan.types import Alternative, Plan, Prediction
 from pipefit.show.figures import percent
 from pipefit.show.html import table, text
@@ -50,9 +51,9 @@ def decisions_section(plan: Plan, prediction: Prediction) -> str:
         f"<li><span>{text(name)}</span>{text(value)}</li>" for name, value in plan.decisions.items() if value
     )
     names = _varied(plan.decisions, plan.alternatives)
-    peak = max((lane.peak_bytes for lane in prediction.lanes), default=0.0)
-    limit = min((lane.limit_bytes for lane in prediction.lanes), default=0.0)
-    rows = [["<b>this plan</b>", *_cells(plan.decisions, names), *_figures(prediction.step_s, peak, limit), "chosen"]]
+    fullest = fullest_lane(prediction)
+    figures = _figures(prediction.step_s, fullest.peak_bytes, fullest.limit_bytes)
+    rows = [["<b>this plan</b>", *_cells(plan.decisions, names), *figures, "chosen"]]
     for number, other in enumerate(plan.alternatives, 2):
         rows.append(
             [
@@ -76,7 +77,15 @@ def decisions_section(plan: Plan, prediction: Prediction) -> str:
         else '<p class="note">The plan records no alternatives.</p>'
     )
     why = "".join(f'<p class="note">{text(note[:1].upper() + note[1:])}.</p>' for note in headlines(prediction))
-    return card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{others}')
+    stages = stage_table(replace(plan, prediction=prediction))
+    held = table(
+        "Who holds which layers",
+        stages.columns,
+        [[text(cell) for cell in row] for row in stages.rows],
+        numeric=range(len(stages.columns) - 2, len(stages.columns)),
+        stack=True,
+    )
+    return card("decisions", "Decisions", f'<ul class="choices">{chosen}</ul>{why}{held}{others}')
 
 
 def provenance_section(subject: Subject) -> str:
