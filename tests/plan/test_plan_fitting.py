@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from plan_toys import toy_cluster, toy_model
@@ -14,7 +15,7 @@ from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.check import check_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.fitting import best_plans, fit_layout, moves_for, tables_of
-from pipefit.plan.make import make_plan
+from pipefit.plan.make import _gain, make_plan
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.search import evaluate, search
 from pipefit.plan.types import Job
@@ -139,3 +140,21 @@ def test_a_large_model_gains_where_memory_is_tight() -> None:
     families = [one for one in found.fitting if one.decisions.schedule != "fit"]
     assert found.fitting[0].decisions.schedule == "fit"
     assert found.fitting[0].step_s < 0.98 * families[0].step_s
+
+
+def test_what_groups_gain_is_not_ascribed_to_the_order() -> None:
+    def one(step_s: float, schedule: str, groups: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            step_s=step_s, decisions=SimpleNamespace(schedule=schedule, lane_shards=((1, 1),) * groups)
+        )
+
+    without = [one(0.9, "fit", False), one(1.0, "1f1b", False)]
+    assert _gain(SimpleNamespace(fitting=without), {}) == _gained(0.1)
+    assert _gain(SimpleNamespace(fitting=[one(0.5, "fit", True), *without]), {}) == ""
+    assert _gain(SimpleNamespace(fitting=[one(0.5, "fit", True), one(0.625, "1f1b", True), *without]), {}) == _gained(
+        0.2
+    )
+
+
+def _gained(share: float) -> str:
+    return f"; a fitted order takes {share:.1%} less than the best schedule family"

@@ -108,9 +108,11 @@ def _with(found: Found, best: Evaluated) -> Found:
 
 
 def _gain(found: Found, pins: Mapping[str, Any]) -> str:
-    """What a fitted order gained, for the notes; '' where a family won, or where families were not to be compared."""
+    """What a fitted order gained, for the notes; '' where a family won, or where families were not to be compared:
+    plans of groups are not with those of devices alone, whose difference is not the order's."""
     best = found.fitting[0]
-    families = [one.step_s for one in found.fitting if one.decisions.schedule != FIT]
+    alike = [one for one in found.fitting if bool(one.decisions.lane_shards) == bool(best.decisions.lane_shards)]
+    families = [one.step_s for one in alike if one.decisions.schedule != FIT]
     if best.decisions.schedule != FIT or pins.get("schedule") == FIT or not families:
         return ""
     return f"; a fitted order takes {1 - best.step_s / min(families):.1%} less than the best schedule family"
