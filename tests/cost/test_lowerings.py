@@ -11,6 +11,7 @@ from pipefit.cluster import parse_spec
 from pipefit.cluster.measured import CollectiveCurve, Measured
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.cost.collectives import all_gather_s, reduce_scatter_s
+from pipefit.cost.direct import behind
 from pipefit.cost.lowerings import GROUPED_OVER_EVEN, Lowerings, shard_collective
 from pipefit.cost.network import Network
 
@@ -105,13 +106,28 @@ def test_grouped_calls_of_gloo_are_trees_and_rings_one_after_the_other():
 
 
 def test_gloo_sums_a_reduce_scatter_by_an_all_reduce():
-    """So it moves twice as much as all-to-all-v, unless a measurement says otherwise."""
+    """So it moves twice as much as all-to-all-v, whose two ways are in each other's way, unless a measurement says
+    otherwise."""
     network = hosts(even(4, 10.0), kind="cpu")
     seconds = {
         name: Lowerings(network, [(0, 1, 2, 3)]).seconds("reduce_scatter", name, 40 * MB, (0.25,) * 4)
         for name in ("padded", "grouped", "alltoallv")
     }
-    assert seconds == pytest.approx({"padded": 6.0, "grouped": 6.0, "alltoallv": 3.0})
+    assert seconds == pytest.approx({"padded": 6.0, "grouped": 6.0, "alltoallv": 3.0 * 1.625})
+    loose = Lowerings(hosts(even(4, 10.0), kind="cpu", shared=False), [(0, 1, 2, 3)])
+    assert loose.seconds("reduce_scatter", "alltoallv", 40 * MB, (0.25,) * 4) == pytest.approx(3.0)
+
+
+def test_ways_that_take_turns_in_every_pair_share_a_port():
+    """One pair: one way after the other. Two: half of the times both begin alike, and take twice as long. Three: 6 of 8
+    beginnings are two against one (the two take 1 + 1.5, their answers 2), two are three of a kind."""
+    assert [behind(pairs) for pairs in (1, 2, 3)] == pytest.approx([1.0, 0.5, (6 * 0.5 + 2 * 1.0) / 8])
+    many = [behind(pairs) for pairs in range(2, 40, 2)]
+    assert many == sorted(many, reverse=True) and many[-1] < 0.22
+    lowerings = Lowerings(hosts(even(3, 10.0), kind="cpu"), [(0, 1, 2)])
+    # The second sends a quarter twice and is sent a half and a quarter: of that half is in the way, and so on.
+    wanted = 30 / 10 * max(2 * 0.5 + 0.5 * 0.5, 0.75 + 0.5 * 0.5, 0.5 + 0.5 * 0.75)
+    assert lowerings.seconds("all_gather", "alltoallv", 30 * MB, PARTS) == pytest.approx(wanted)
 
 
 def test_all_to_all_moves_parts_of_parts():
@@ -125,16 +141,26 @@ def test_all_to_all_moves_parts_of_parts():
     assert grouped == pytest.approx(lowerings.seconds("all_gather", "grouped", 30 * MB, PARTS))
 
 
-def test_measured_factors_multiply():
-    curves = [
+def measured_there(plain: Network, devices=(0, 1, 2), **times) -> Network:
+    """The network with direct collectives measured: operation -> ((bytes of the whole tensor, seconds), ...)."""
+    curves = tuple(
         CollectiveCurve(
-            operation=operation, devices=(0, 1, 2), sizes_bytes=(1,), time_s=(1.0,), spread=(0.0,),
-            latency_factor=3.0, bandwidth_factor=factor,
+            operation=operation, devices=devices, sizes_bytes=tuple(int(size) for size, _ in points),
+            time_s=tuple(time_s for _, time_s in points), spread=(0.0,) * len(points),
+            latency_factor=3.0, bandwidth_factor=1.0,
         )
-        for operation, factor in (("all_to_all", 2.0), ("broadcasts", 5.0))
-    ]  # fmt: skip
+        for operation, points in times.items()
+    )  # fmt: skip
+    return Network(replace(plain.cluster, measured=Measured(collectives=curves)))
+
+
+def test_measured_factors_multiply():
+    """Steps of 1 ms three times as long, and every byte twice (all-to-all) or five times as long."""
     plain = hosts(even(3, 10.0), latency_s=1e-3)
-    measured = Network(replace(plain.cluster, measured=Measured(collectives=tuple(curves))))
+    # All-to-all: two thirds leave every port at 10 MB/s; grouped: two parts of three over every hop.
+    measured = measured_there(
+        plain, **{name: ((3 * MB, 6e-3 + factor * 0.2),) for name, factor in (("all_to_all", 2.0), ("broadcasts", 5.0))}
+    )
     one, two = (Lowerings(each, [(0, 1, 2)]) for each in (plain, measured))
     for name, factor in (("alltoallv", 2.0), ("grouped", 5.0 / GROUPED_OVER_EVEN["all_gather", False])):
         before, after = (each.one("all_gather", name, 30 * MB) for each in (one, two))
@@ -142,6 +168,34 @@ def test_measured_factors_multiply():
         assert after.seconds(PARTS) - after.constant_s == pytest.approx(
             factor * (before.seconds(PARTS) - before.constant_s)
         )
+
+
+def test_prices_go_through_the_measured_times_and_the_last_slope_goes_on():
+    """Short messages that cost little say nothing of long ones: 3 ms for 24 kB, 53 ms for 240 kB, 253 ms for 1.2 MB."""
+    curve = ((24e3, 3e-3), (240e3, 53e-3), (1.2e6, 253e-3))
+    lowerings = Lowerings(measured_there(hosts(even(3, 10.0), kind="cpu"), all_to_all=curve), [(0, 1, 2)])
+    thirds = (1 / 3,) * 3
+    for size, wanted in (*curve, (132e3, 28e-3), (0.72e6, 153e-3), (2.4e6, 503e-3), (12e3, 1.5e-3)):
+        assert lowerings.seconds("all_gather", "alltoallv", size, thirds) == pytest.approx(wanted)
+    # Messages of an all-to-all are parts of parts: of 720 kB, as long as those of 240 kB that are gathered.
+    assert lowerings.seconds("all_to_all", "alltoallv", 720e3, thirds, thirds) == pytest.approx(53e-3)
+    # Uneven: the longest message decides which factor holds, here that of 240 kB. The first sends its half twice, and
+    # half of what it is sent meanwhile is in the way (`behind`); of an even cut it is 2/3 and half of 2/3.
+    assert lowerings.seconds("all_gather", "alltoallv", 160e3, PARTS) == pytest.approx(53e-3 * (160 * 1.25) / 240)
+    halves = (0.5, 0.5, 0.0)
+    both = lowerings.seconds("all_to_all", "padded", 320e3, halves, halves)
+    assert both == pytest.approx(53e-3 * (320 * 1.5 * 1.5) / 720), "blocks of 80 kB, as those of 240 kB gathered"
+
+
+def test_other_groups_go_by_messages_of_the_same_length():
+    """Two devices, measured on three: parts of 80 kB are those of 240 kB there."""
+    measured = measured_there(hosts(even(3, 10.0), kind="cpu"), all_to_all=((240e3, 53e-3), (1.2e6, 253e-3)))
+    plain = Lowerings(hosts(even(3, 10.0), kind="cpu"), [(0, 1)])
+    factor = 53e-3 / Lowerings(hosts(even(3, 10.0), kind="cpu"), [(0, 1, 2)]).seconds(
+        "all_gather", "alltoallv", 240e3, (1 / 3,) * 3
+    )
+    found = Lowerings(measured, [(0, 1)]).seconds("all_gather", "alltoallv", 160e3, (0.5, 0.5))
+    assert found == pytest.approx(factor * plain.seconds("all_gather", "alltoallv", 160e3, (0.5, 0.5)))
 
 
 def test_straight_lines_for_a_linear_program_are_the_same_prices():

@@ -9,11 +9,12 @@ import pytest
 from profile_toys import SOFTWARE, Simulated, members, rates
 
 from pipefit.cluster import link_between, local, parse_spec
-from pipefit.cluster.measured import ActionCurve, LayerCurve, LayerPoint, Sharing, Uplink
+from pipefit.cluster.measured import ActionCurve, LayerCurve, LayerPoint, Measured, Sharing, Uplink
 from pipefit.cluster.types import Cluster, Provenance
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.collectives import all_gather_s, all_reduce_s
 from pipefit.cost.curves import signature
+from pipefit.cost.lowerings import DIRECT, Lowerings
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.errors import ClusterError, FormatError
@@ -175,6 +176,22 @@ def test_collective_factors_recover_what_a_ring_costs_times_known_constants() ->
         slow = [passes * 3 * (3 * ring.latency_s + size / 4 * 1.5 * ring.s_per_byte) for size in sizes]
         found = collective_curve(cluster, operation, range(4), sizes, slow, [0.0] * 4)
         assert (found.latency_factor, found.bandwidth_factor) == pytest.approx((3.0, 1.5), rel=1e-6)
+
+
+def test_short_messages_of_direct_collectives_say_nothing_of_long_ones() -> None:
+    """Times that grow faster than the bytes: the factor is that of long messages, not a mean over all."""
+    cluster = parse_spec("4x1xA100-80:10MB/s")
+    sizes = (2**15, 2**18, 2**20)
+    for operation in DIRECT:
+        latency_s, rounds = Lowerings(Network(cluster), [range(4)]).plain(*DIRECT[operation])
+        bytes_s = [size * rounds.s_per_byte((0.25,) * 4) for size in sizes]
+        times = [bytes_s[0] * 0.3, bytes_s[1] * 0.8, bytes_s[1] * 0.8 + bytes_s[2] - bytes_s[1]]
+        found = collective_curve(cluster, operation, range(4), sizes, times, [0.0] * 3)
+        assert found.bandwidth_factor == pytest.approx(1.0)
+        assert found.latency_factor * latency_s < 0.1 * times[0]
+        lowerings = Lowerings(Network(replace(cluster, measured=Measured(collectives=(found,)))), [range(4)])
+        for size, time_s in (*zip(sizes, times, strict=True), (2**22, times[2] + 3 * bytes_s[2])):
+            assert lowerings.seconds(*DIRECT[operation], size, (0.25,) * 4) == pytest.approx(time_s)
 
 
 def product_graph(width: int = 64) -> Graph:

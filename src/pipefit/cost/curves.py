@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cluster.measured import ActionCurve, LayerCurve, LinkCurve, Measured, RailCurve, Setting
+from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve, Setting
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
 from pipefit.cost.memory import Precision
@@ -164,14 +164,21 @@ def collective_factors(measured: Measured, operation: str, host: Sequence[int], 
     """(latency factor, bandwidth factor) of a collective against a ring over its links: the geometric mean over the
     measured groups inside one host, or over those on several; over all where there were none of these; and (1, 1)
     where none was measured. `host` is the host of every device."""
-    curves = [curve for curve in measured.collectives if curve.operation == operation]
+    curves = collective_curves(measured, operation, host, inside)
     if not curves:
         return 1.0, 1.0
-    alike = [curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside]
-    curves = alike or curves
     factors = np.log([(curve.latency_factor, curve.bandwidth_factor) for curve in curves])
     latency, bandwidth = np.exp(factors.mean(axis=0))
     return float(latency), float(bandwidth)
+
+
+def collective_curves(
+    measured: Measured, operation: str, host: Sequence[int], inside: bool
+) -> tuple[CollectiveCurve, ...]:
+    """The measured groups inside one host, or those on several; all where there are none of these."""
+    curves = tuple(curve for curve in measured.collectives if curve.operation == operation)
+    alike = tuple(curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside)
+    return alike or curves
 
 
 def stage_overhead_s(cluster: Cluster) -> float:

@@ -7,15 +7,16 @@
 - `alltoallv`: everyone sends everyone what it needs, straight and all at once (gloo/alltoallv.cc; NCCL's point-to-point
   pairs).
 
-A price is a straight line in the bytes; its slope is a sum over rounds of the busiest port's load, which is linear in
-the parts. So the same figures price a program for given parts and bound them in a linear program. Where `pipefit
-profile` measured an operation, its factors multiply latency and bytes.
+The price of a tensor is a constant and a sum over rounds of the busiest port's load, which is linear in the parts. So
+the same figures price a program for given parts and bound them in a linear program. Where `pipefit profile` measured an
+operation, factors multiply latency and bytes: of padding those of its ring, else those of messages of this size
+(`cost/direct.py`), of which a linear program has those of an even cut.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +25,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.curves import collective_curves
+from pipefit.cost.direct import Bend, DirectCurve, behind
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import CollectiveTime
 from pipefit.cost.types import Array
@@ -58,8 +61,8 @@ DIRECT: Mapping[str, tuple[str, Lowering]] = {
     "reduces": ("reduce_scatter", "grouped"),
     "all_to_all": ("all_gather", "alltoallv"),
 }
-"""Operation that `pipefit profile` measures -> the collective and lowering that moves the same, with even parts: its
-factors are against that. Those of all others are against a ring."""
+"""Operation that `pipefit profile` measures -> the collective and lowering that moves the same, with even parts: it is
+held against that. All others are held against a ring."""
 
 Parts = tuple[float, ...]
 """Of every position, its fraction of what is split."""
@@ -110,12 +113,15 @@ class Lowered:
     slope: float
     "Times what the rounds carry: bytes of the whole tensor; of padding, seconds for n times the longest part."
     rounds: Rounds
+    bend: Bend | None = None
+    "Where it was measured."
 
     def seconds(self, *parts: Parts) -> float:
         """With these parts: fractions by position; of two cuts, two lists."""
         if self.name == "padded" and len(parts) > 1:
             parts = tuple((max(each),) * len(each) for each in parts)
-        return self.constant_s + self.slope * self.rounds.s_per_byte(*parts)
+        times = 1.0 if self.bend is None else self.bend.times(*parts)
+        return self.constant_s + self.slope * times * self.rounds.s_per_byte(*parts)
 
 
 class Lowerings:
@@ -137,10 +143,11 @@ class Lowerings:
         if name == "padded" and operation in EVEN:
             one, two = (EVEN[operation](self.network, self.rings, size) for size in (total_bytes, 2 * total_bytes))
             return Lowered(name, 2 * one - two, two - one, self._padding)
-        key = operation, name
-        if key not in self._known:
-            self._known[key] = self._unit(operation, name)
-        return Lowered(name, self._known[key][0], total_bytes, self._known[key][1])
+        if (operation, name) not in self._known:
+            self._known[operation, name] = self.plain(operation, name)
+        steps_s, rounds = self._known[operation, name]
+        latency, per_byte, bend = self._measured(operation, name, total_bytes)
+        return Lowered(name, latency * steps_s, per_byte * total_bytes, rounds, bend)
 
     def seconds(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
         """What one of them takes with these parts; an all_reduce has none."""
@@ -162,16 +169,17 @@ class Lowerings:
         for messages, share in self._messages(operation, name):
             yield from ((i, j, total_bytes * share * parts[0][part]) for i, j, part in messages)
 
-    def _unit(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
-        """(seconds without bytes, the rounds) of one of them, as it was measured."""
+    def _measured(self, operation: str, name: Lowering, total_bytes: float) -> tuple[float, float, Bend | None]:
+        """(latency factor, factor of the seconds a byte of even parts, of other parts) for a tensor of this size."""
         gathers = "all_gather" if operation == "all_to_all" else operation
         called = GROUPED[gathers] if name == "grouped" else "all_to_all"
         inside = self.network.inside(self.rings)
-        latency, per_byte = self.network.collective_factors(called, inside)
-        if name == "grouped" and not self.network.over_gloo and not self.network.was_measured(called):
-            per_byte = GROUPED_OVER_EVEN[gathers, inside]
-        steps, rounds = self.plain(operation, name)
-        return latency * steps, Rounds(*(per_byte * each for each in rounds.loads))
+        curves = _direct_curves(self.network, called, inside)
+        if not curves:
+            unknown = name == "grouped" and not self.network.over_gloo
+            return 1.0, GROUPED_OVER_EVEN[gathers, inside] if unknown else 1.0, None
+        bend = Bend(curves, total_bytes, self.size, 2 if operation == "all_to_all" and name != "grouped" else 1)
+        return self.network.collective_factors(called, inside)[0], bend.even, bend
 
     def plain(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
         """The same by the links alone: an all-to-all posts its messages one after the other, NCCL's ring has n - 1 hops
@@ -179,21 +187,18 @@ class Lowerings:
         if operation == "all_to_all":
             return self._exchange() if name != "grouped" else self._gathered()
         rounds = self._messages(operation, name)
-        both = name == "alltoallv" and self.network.over_gloo
+        turns = name == "alltoallv" and self.network.over_gloo
         steps = sum(self._latency_s(messages) for messages, _ in rounds)
         if len(rounds) == 1:
             steps *= self.size - 1
-        return steps, Rounds(*(share * self._loads(messages, both) for messages, share in rounds))
+        return steps, Rounds(*(share * self._loads(messages, (self.size,), turns) for messages, share in rounds))
 
     def _exchange(self) -> tuple[float, Rounds]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
         pairs = list(itertools.permutations(range(self.size), 2))
-        load: dict[Port, Array] = defaultdict(lambda: np.zeros((self.size, self.size)))
-        for i, j in pairs:
-            for port, seconds in self._ports(i, j, self.network.over_gloo):
-                load[port][i, j] += seconds
+        carried = [(i, j, (i, j)) for i, j in pairs]
         steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
-        return steps, Rounds(_stack(load.values(), (self.size, self.size)))
+        return steps, Rounds(self._loads(carried, (self.size, self.size), self.network.over_gloo))
 
     def _gathered(self) -> tuple[float, Rounds]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
@@ -225,22 +230,32 @@ class Lowerings:
         ends = {(i, j) for i, j, _ in messages}
         return max((self.network.link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
-    def _loads(self, messages: Iterable[Message], both: bool = False) -> Array:
-        """[port, position]: seconds that a byte of every position's part keeps a port busy. `both`: see `_ports`."""
-        load: dict[Port, Array] = defaultdict(lambda: np.zeros(self.size))
-        for i, j, part in messages:
-            for port, seconds in self._ports(i, j, both):
+    def _loads(
+        self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...], turns: bool = False
+    ) -> Array:
+        """[port, position] or [port, position, position]: seconds that a byte of what each message carries keeps a port
+        busy. `turns`: two ways take turns, as over gloo, where what asks for a message goes behind those that are on
+        their way: all of both between two devices, and through a port that all share a part of the other way."""
+        load: dict[Port, Array] = defaultdict(lambda: np.zeros(shape))
+        messages: Counter[Port] = Counter()
+        for i, j, part in carried:
+            for port, seconds in self._ports(i, j, turns):
                 load[port][part] += seconds
-        return _stack(load.values(), (self.size,))
+                messages[port] += 1
+        for out in [port for port in load if turns and port[0] == "host out"]:
+            into = "host in", out[1], out[2]
+            if into in load:
+                share = behind(messages[out])
+                load[out], load[into] = load[out] + share * load[into], load[into] + share * load[out]
+        return _stack(load.values(), shape)
 
-    def _ports(self, i: int, j: int, both: bool = False) -> Iterable[tuple[Port, float]]:
-        """What a byte from i to j keeps busy. `both`: two ways between two devices take turns, as over gloo, where what
-        asks for a message goes behind those that are on their way (measured: benchmarks/uneven_collectives.py)."""
+    def _ports(self, i: int, j: int, turns: bool) -> Iterable[tuple[Port, float]]:
+        """What a byte from i to j keeps busy."""
         for ring in self.rings:
             if max(i, j) >= len(ring):  # a smaller group beside
                 continue
             link = self.network.link(ring[i], ring[j])
-            if both:
+            if turns:
                 yield ("pair", *sorted((ring[i], ring[j]))), 1.0 / link.bandwidth_bytes_per_s  # type: ignore[misc]
             yield from self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s)
 
@@ -267,6 +282,36 @@ def lowerings_over(network: Network, rings: Sequence[Sequence[int]]) -> Lowering
     if key not in known:
         known[key] = Lowerings(network, key)
     return known[key]
+
+
+_DIRECT: WeakKeyDictionary[Network, dict[tuple[str, bool], tuple[DirectCurve, ...]]] = WeakKeyDictionary()
+
+
+def _direct_curves(network: Network, called: str, inside: bool) -> tuple[DirectCurve, ...]:
+    """What was measured of a direct collective, on groups like this one; none where it was not."""
+    known, measured = _DIRECT.setdefault(network, {}), network.cluster.measured
+    if (called, inside) not in known:
+        curves = collective_curves(measured, called, network.host, inside) if measured else ()
+        known[called, inside] = tuple(
+            direct_curve(network, curve.operation, curve.devices, curve.sizes_bytes, curve.time_s, curve.latency_factor)
+            for curve in curves
+        )
+    return known[called, inside]
+
+
+def direct_curve(
+    network: Network,
+    called: str,
+    devices: Sequence[int],
+    sizes_bytes: Sequence[float],
+    time_s: Sequence[float],
+    latency_factor: float,
+) -> DirectCurve:
+    """Measured times of whole tensors of even parts, by the bytes of a part."""
+    count = len(devices)
+    latency_s, rounds = Lowerings(network, [devices]).plain(*DIRECT[called])
+    s_per_byte = count * rounds.s_per_byte((1 / count,) * count)
+    return DirectCurve(latency_factor * latency_s, [size / count for size in sizes_bytes], time_s, s_per_byte)
 
 
 def _tree(size: int, root: int) -> list[tuple[list[Message], float]]:

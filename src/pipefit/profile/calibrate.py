@@ -12,16 +12,14 @@ from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.cost.collectives import ring_of
 from pipefit.cost.curves import layer_times, signature
-from pipefit.cost.lowerings import DIRECT, Lowerings
+from pipefit.cost.direct import LEAST
+from pipefit.cost.lowerings import DIRECT, Lowerings, direct_curve
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.model.graph import Graph
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes round the ring, of (devices - 1) steps each (Thakur, Rabenseifner and Gropp 2005)."""
-
-LEAST = 1e-3
-"""A factor below this is a measurement that saw no cost at all; factors are averaged as logarithms."""
 
 
 def collective_curve(
@@ -36,16 +34,20 @@ def collective_curve(
     against the lowering that moves the same (`cost.lowerings.DIRECT`).
 
     Fits time = f latency + g bytes / bandwidth on relative errors, where latency and bandwidth are the formula's; f and
-    g are the factors.
+    g are the factors. Of a direct collective g is the last slope of its curve: it is no straight line, and prices go by
+    its times (`cost/direct.py`).
     """
     from scipy.optimize import nnls
 
-    latency_s, s_per_byte = _formula(Network(cluster), operation, devices)
+    network = Network(cluster)
+    latency_s, s_per_byte = _formula(network, operation, devices)
     times = np.asarray(time_s, dtype=np.float64)
     columns = np.stack(
         [np.full(len(times), latency_s), np.asarray(sizes_bytes, dtype=np.float64) * s_per_byte], axis=-1
     )
     latency, bandwidth = nnls(columns / times[:, None], np.ones(len(times)))[0]
+    if operation in DIRECT:
+        bandwidth = direct_curve(network, operation, devices, sizes_bytes, time_s, latency).last_factor
     return CollectiveCurve(
         operation=operation,
         devices=tuple(devices),

@@ -6,6 +6,7 @@ links, so that a network that fails does not cost what needed none.
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from pipefit.cluster.files import save
 from pipefit.cluster.types import Cluster
 from pipefit.codec import from_data, to_data
+from pipefit.cost.lowerings import DIRECT
 from pipefit.profile.assemble import assemble
 from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.device import rates
@@ -23,7 +25,7 @@ from pipefit.profile.facts import Rates, middle_rates
 from pipefit.profile.layer_phase import LAYERS_S, measure_layers
 from pipefit.profile.link_phase import measure_links
 from pipefit.profile.state import ProfileConfig, Session, Show
-from pipefit.profile.wire import OPERATIONS, Wire
+from pipefit.profile.wire import OPERATIONS, Wire, typical
 from pipefit.run.comms import backend_for
 from pipefit.run.setup import World, choose_device
 
@@ -111,12 +113,12 @@ class Profile(Session):
                 self.board.barrier()
                 own = []
                 if self.rank in ranks:
-                    own = [wire.collective_s(operation, made[ranks], len(ranks), size) for size in sizes]
+                    own = [wire.collective_times(operation, made[ranks], len(ranks), size) for size in sizes]
                 each = self.board.gather(own)
                 self.require_all("collectives")
-                table.append([max(each[rank][i] for rank in ranks) for i in range(len(sizes))])
+                table.append([typical(operation, [each[rank][i] for rank in ranks]) for i in range(len(sizes))])
             columns = list(zip(*table, strict=True))
-            time_s = [min(column) for column in columns]
+            time_s = [statistics.median(column) if operation in DIRECT else min(column) for column in columns]
             spread = [(max(c) - min(c)) / t for c, t in zip(columns, time_s, strict=True)]
             self.found.collectives.append(collective_curve(cluster, operation, ranks, sizes, time_s, spread))
         self.show("collectives", len(jobs), len(jobs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,9 +112,10 @@ class Wire:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def collective_s(self, operation: str, group: Any, members: int, size: int) -> float:
-        """Seconds (`calm`) of one collective over `group` on this rank; `size` is the whole tensor on one device."""
-        call, warm = self._collective(operation, group, members, size), True
+    def collective_times(self, operation: str, group: Any, members: int, size: int) -> list[float]:
+        """Seconds of each repetition of one collective over `group` on this rank, the first left out; `size` is the
+        whole tensor on one device."""
+        call = self._collective(operation, group, members, size)
         times: list[float] = []
         for _ in range(repeats_of(size, self.most_bytes) + 1):
             if operation in DIRECT:
@@ -121,10 +123,8 @@ class Wire:
             start = time.perf_counter()
             call()
             self._settle()
-            if not warm:
-                times.append(time.perf_counter() - start)
-            warm = False
-        return calm(times)
+            times.append(time.perf_counter() - start)
+        return times[1:]
 
     def _collective(self, operation: str, group: Any, members: int, size: int) -> Callable[[], object]:
         count = max(members, size // 4 // members * members)
@@ -142,6 +142,15 @@ class Wire:
             "reduces": lambda: SCATTERS["grouped"](whole, lengths, context),
         }
         return calls[operation]
+
+
+def typical(operation: str, ranks: Sequence[Sequence[float]]) -> float:
+    """Seconds of a collective from the times of each repetition on every rank: `calm` on the slowest rank. Of a direct
+    one, which begins everywhere together, the median over repetitions of the last rank's: its messages meet in another
+    way every time, so that what a fast repetition took is not what it takes."""
+    if operation in DIRECT:
+        return statistics.median(max(each) for each in zip(*ranks, strict=True))
+    return max(map(calm, ranks))
 
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcasts", "reduces")

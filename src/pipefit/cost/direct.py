@@ -1,0 +1,91 @@
+"""How long direct collectives (grouped calls, all-to-all) really take, size by size, against what their links make of
+them.
+
+No straight line holds for them. Over gloo the two ways between two devices are used at once by short messages and take
+turns with long ones, because what asks for a message waits behind the one that is on its way; and a device begins the
+next broadcast as soon as the rest of its message fits into the socket's buffer. NCCL changes its protocol with size.
+So the price at a size goes through the measured times. Measured: benchmarks/uneven_collectives.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+LEAST = 1e-3
+"""A factor below this is a measurement that saw no cost at all; factors are averaged as logarithms."""
+
+MOST_PAIRS = 64
+"""Of which `behind` counts the beginnings."""
+
+
+class DirectCurve:
+    """One collective of even parts over one group, measured: piecewise linear in the bytes of a part from what it takes
+    without any to its largest message; beyond, the last slope goes on. `s_per_byte` is what links make of a byte of
+    every part."""
+
+    def __init__(
+        self, latency_s: float, part_bytes: Sequence[float], time_s: Sequence[float], s_per_byte: float
+    ) -> None:
+        self.places = (0.0, *part_bytes)
+        self.times = tuple(itertools.accumulate((latency_s, *time_s), max))
+        self.s_per_byte = s_per_byte
+
+    @property
+    def last_factor(self) -> float:
+        """Of very large messages: seconds a byte, over what the links make of it."""
+        return max(LEAST, self._slope(len(self.places) - 1) / self.s_per_byte)
+
+    def factor(self, part_bytes: float) -> float:
+        """Time beside the latency, over what the links make of parts of so many bytes."""
+        size = max(1.0, part_bytes)
+        knot = min(max(1, bisect.bisect_left(self.places, size)), len(self.places) - 1)
+        time_s = self.times[knot] + (size - self.places[knot]) * self._slope(knot)
+        return max(LEAST, (time_s - self.times[0]) / (size * self.s_per_byte))
+
+    def _slope(self, knot: int) -> float:
+        """Before a knot."""
+        return (self.times[knot] - self.times[knot - 1]) / (self.places[knot] - self.places[knot - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Bend:
+    """By what a price leaves its straight line where the largest part is not that of an even cut."""
+
+    curves: tuple[DirectCurve, ...]
+    whole_bytes: float
+    "Of the tensor."
+    size: int
+    "Devices."
+    cuts: int
+    "How many cuts make a message: two of an all-to-all, whose messages are parts of parts."
+
+    @property
+    def even(self) -> float:
+        """The factor of the seconds a byte of an even cut: the geometric mean over the measured groups."""
+        return self._factor(1.0 / self.size**self.cuts)
+
+    def times(self, *parts: Sequence[float]) -> float:
+        """The factor of these parts (of every cut, fractions by position), over that of an even cut."""
+        return self._factor(math.prod(max(each) for each in parts[: self.cuts])) / self.even
+
+    def _factor(self, fraction: float) -> float:
+        logs = [math.log(curve.factor(self.whole_bytes * fraction)) for curve in self.curves]
+        return math.exp(sum(logs) / len(logs))
+
+
+@cache
+def behind(pairs: int) -> float:
+    """Over gloo: which part of what goes through a port one way the other way waits for, where so many pairs of devices
+    talk through it, and messages are long. The ways of a pair take turns, and it is open which begins.
+
+    Where k >= n/2 of n begin with one way, that way's first messages take n - k alone and n (2k - n)/k beside those of
+    the others, and their answers take k: n (3 - n/k) in all, instead of n. This is the mean over all beginnings.
+    """
+    n = min(pairs, MOST_PAIRS)
+    extra = sum(math.comb(n, k) * (2 - n / max(k, n - k)) for k in range(n + 1))
+    return float(extra / 2**n)
