@@ -57,10 +57,10 @@ TARGETS = {
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "half-2.5-16": {"tokens": TOKENS // 2},
-    "half-2.5-32": {"tokens": TOKENS // 2, "host_rounds": "6", "sizes_bytes": SIZES[::2]},
+    "half-2.5-32": {"tokens": TOKENS // 2, "sizes_bytes": SIZES[::2]},
 }
 """Shorter profiles of large labs, where all of it takes many minutes: smaller microbatches (beyond, curves are drawn
-out), fewer sizes of messages, and of 15 rounds of pairs 6, the other links being predicted."""
+out), and fewer sizes of messages."""
 
 LIMITS = {"tight": (1.0, 1.5, 1.2, 0.8, 0.65, 0.5), "half-2.5-32": (1.0, 0.8)}
 """Where memory is scarce, plans are asked for under these multiples of the cluster's limits. The first is the one that
