@@ -13,7 +13,7 @@ import worker_cases as cases
 from tests.model.in_float64 import AllInFloat64
 
 from pipefit.cluster import local
-from pipefit.data.samples import Field, Samples
+from pipefit.data.samples import Samples, field_of
 from pipefit.model.capture_whole import capture_whole, fed_as
 from pipefit.model.example import Example
 from pipefit.model.graph import Model
@@ -57,10 +57,7 @@ class Whole:
             self.model = capture_whole(example)
         self.job = Job(batch=8, sequence=sequence, precision="float64", seed=5)
         self.fed = fed_as(example)
-        fields = {
-            name: Field(tuple(map(int, one.shape[1:])), "float" if one.dtype == "compute" else one.dtype)
-            for name, one in self.fed.items()
-        }
+        fields = {name: field_of(one) for name, one in self.fed.items()}
         self.samples = Samples(RandomRows(example, classes), fields, where="rows", batch=8, held_out=8)
         self.state = {name: p.detach().double().numpy().copy() for name, p in example.module.named_parameters()}
 

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: str = typer.Option(help="A built-in name, a directory with config.json, or a saved model (JSON)."),
+    model: str = typer.Option(
+        help="A built-in name, a directory with config.json, a saved model (JSON), or FILE.py:FUNCTION."
+    ),
     cluster: str | None = typer.Option(None, help="A cluster file, or 8xH100, or 2x8xA100-80:200Gbit/s."),
     local: int | None = typer.Option(None, help="Plan for this many processes on this machine's CPU."),
     batch: int = typer.Option(help="Sequences of one step, over all devices."),
-    seq: int = typer.Option(help="Tokens of one sequence."),
+    seq: int | None = typer.Option(None, help="Tokens of one sequence; models captured whole know it themselves."),
     precision: str | None = typer.Option(
         None, help="bfloat16, float32 or float64. Default: float32 with --local, else bfloat16."
     ),
@@ -52,6 +54,7 @@ def command(
     from pipefit.model.registry import open_model
     from pipefit.plan.check import save_plan
     from pipefit.plan.explain import forecast, headline, tables
+    from pipefit.plan.length import asked_length
     from pipefit.plan.pins import parse_pins
     from pipefit.profile.environment import check_environment
 
@@ -62,12 +65,11 @@ def command(
     for difference in check_environment(found, allow=allow_other_environment, hardware=False):
         print(f"measured with other software: {difference}", file=sys.stderr)
     pins = parse_pins(fix or [])
-    job = _job(batch, seq, precision or ("float32" if local else "bfloat16"), seed, documents)
+    opened = open_model(model)
+    job = _job(batch, asked_length(opened, seq), precision or ("float32" if local else "bfloat16"), seed, documents)
     making = _making(memory, risk)
     with _progress() as progress:
-        plan = making(
-            open_model(model), found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress
-        )
+        plan = making(opened, found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
     if output is not None:
         save_plan(plan, output)
     if as_json:

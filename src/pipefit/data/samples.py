@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipefit.data.rows import Rows
 from pipefit.errors import DataError
+from pipefit.model.graph import Tensor
 from pipefit.model.user import drawing_from
 
 HELD_OUT = -1
@@ -34,6 +35,12 @@ class Field:
     @property
     def numpy(self) -> Any:
         return np.float32 if self.dtype == "float" else np.dtype(self.dtype)
+
+
+def field_of(tensor: Tensor) -> Field:
+    """The field of a graph's input, rows in front."""
+    dtype = "float" if tensor.dtype in ("compute", "float32") else tensor.dtype
+    return Field(tuple(int(size) for size in tensor.shape[1:]), dtype)
 
 
 class Samples:

@@ -13,6 +13,28 @@ from pipefit.model.graph import Graph, Model, Module
 from pipefit.plan.types import Plan
 
 
+def own_length(model: Model) -> int | None:
+    """Tokens of a row where the model fixes them, as one that was captured whole does: 1 for rows without tokens
+    (images); None where any number will do."""
+    inputs = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
+    if any("T" in tensor.shape for tensor in inputs):
+        return None
+    return next((int(t.shape[1]) for t in inputs if t.role == "tokens" and len(t.shape) > 1), 1)
+
+
+def asked_length(model: Model, asked: int | None, where: str = "--seq") -> int:
+    """The tokens of a row: what is asked for, else what the model fixes. Raises PlanError where neither says."""
+    tokens = own_length(model) if asked is None else asked
+    if tokens is None:
+        raise PlanError(
+            "The number of tokens of a row is not given, and the model works for any.",
+            where=where,
+            allowed="a whole number above zero",
+            next_step=f"add {where} 1024",
+        )
+    return tokens
+
+
 def check_length(module: Module, model: Model, tokens: int, where: str) -> None:
     """Raises PlanError where `tokens` positions do not fit the module's table of positions."""
     for error in _problems(module, model, tokens, where):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from pipefit.data.corpus import Corpus
+from pipefit.data.feed_arrays import RowReader
 from pipefit.data.rows import Rows
 from pipefit.data.samples import HELD_OUT, Samples
 from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, evaluation_plan, step_plan
@@ -50,10 +50,17 @@ class Feeding(Protocol):
         ...
 
 
-class TextFeeding:
-    """Rows of a corpus."""
+class Text(RowReader, Protocol):
+    """Rows of tokens: a Corpus, or what stands for one."""
 
-    def __init__(self, plan: Plan, corpus: Corpus, device: int, torch_device: torch.device) -> None:
+    rows: Rows
+    digest: str
+
+
+class TextFeeding:
+    """Rows of tokens."""
+
+    def __init__(self, plan: Plan, corpus: Text, device: int, torch_device: torch.device) -> None:
         self._plan, self._corpus, self._device, self._torch_device = plan, corpus, device, torch_device
         self._shape = batch_shape(plan)
         self.rows, self.digest = corpus.rows, corpus.digest

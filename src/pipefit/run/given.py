@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipefit.data.samples import Field, Samples
+from pipefit.data.samples import Samples, field_of
 from pipefit.data.sources import STDLIB
 from pipefit.errors import DataError
 from pipefit.model.capture_whole import fed_as
@@ -92,7 +92,7 @@ def samples_of(found: Given, plan: Plan, config: TrainConfig) -> Samples:
             allowed="Example(..., dataset=...), or --data FILE.py:FUNCTION: a data set with items by number",
             next_step="see docs/models.md",
         )
-    fields = {name: Field(tuple(map(int, t.shape[1:])), _kind(t.dtype)) for name, t in found.fed.items()}
+    fields = {name: field_of(tensor) for name, tensor in found.fed.items()}
     return Samples(dataset, fields, where=where, batch=plan.job.batch, held_out=config.held_out)
 
 
@@ -106,10 +106,6 @@ def first_values(found: Given, weights: str) -> Given:
         for name, tensor in found.untrained.items()
     }
     return replace(found, untrained=read)
-
-
-def _kind(dtype: str) -> str:
-    return "float" if dtype in ("compute", "float32") else dtype
 
 
 def _names_function(source: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,15 +20,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipefit.data.stepplan import StepPlan, batch_shape
+from pipefit.data.rows import Rows
+from pipefit.data.samples import Field, Samples, field_of
 from pipefit.errors import PlanError, RunError
 from pipefit.model.graph import Model
+from pipefit.plan.length import own_length
 from pipefit.plan.types import LanePrediction, Plan
 from pipefit.run.alone import alone
 from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
 from pipefit.run.faults import is_out_of_memory
-from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.feeding import Feeding, SampleFeeding, TextFeeding
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.stage_audit import AllocationAudit
 from pipefit.run.worker import lane_of
@@ -175,32 +177,64 @@ def stretches(
 ) -> list[tuple[str, Callable[[], None]]]:
     """(name, work) of what this rank of the present world does: build, train, evaluate."""
     made: list[Any] = []
-    rows = Rows(plan, model)
-    labels = plan.job.batch * plan.job.sequence
-    step_plan = StepPlan(step=0, rows=np.arange(plan.job.batch), divisor=labels, shape=batch_shape(plan))
 
     def build() -> None:
-        made.append(build_worker(plan, model, comms or Comms(device), device, OptimizerConfig()))
+        worker = build_worker(plan, model, comms or Comms(device), device, OptimizerConfig())
+        made.extend((worker, feeding_of(plan, model, worker.device, device)))
 
     def train() -> None:
-        worker = made[0]
+        worker, feeding = made
         for step in range(steps):
-            worker.step(make_feeds(plan, worker.device, rows, step_plan, device), step, labels)
+            feeds, divisor = feeding.step(0)
+            worker.step(feeds, step, divisor)
 
     def evaluate() -> None:
-        worker = made[0]
-        worker.evaluate(evaluation_feeds(plan, worker.device, rows, step_plan, device))
+        worker, feeding = made
+        worker.evaluate(feeding.evaluation(0)[0])
 
     return [("build", build), ("train", train), ("evaluate", evaluate)]
 
 
-class Rows:
+def feeding_of(plan: Plan, model: Model, rank_device: int, device: torch.device) -> Feeding:
+    """Random data for a device: tokens that the model's embedding knows, or the inputs of a whole model."""
+    if own_length(model) is None:
+        return TextFeeding(plan, RandomText(plan, model), rank_device, device)
+    tensors = {tensor.name: tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs}
+    fed = {name: tensor for name, tensor in tensors.items() if tensor.role != "activation"}
+    fields = {name: field_of(tensor) for name, tensor in fed.items()}
+    rows = RandomItems(fields, vocabulary_of(model), 2 * plan.job.batch)
+    samples = Samples(rows, fields, where="random rows", batch=plan.job.batch, held_out=plan.job.batch)
+    return SampleFeeding(plan, model, samples, fed, rank_device, device, lambda number: number)
+
+
+class RandomItems:
+    """A data set for the inputs of a whole model: random numbers, random tokens, zeros for any other whole number."""
+
+    def __init__(self, fields: Mapping[str, Field], vocabulary: int, count: int) -> None:
+        self._fields, self._vocabulary, self._count = fields, vocabulary, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> dict[str, NDArray[Any]]:
+        draw = np.random.default_rng(row)
+        return {name: self._value(name, field, draw) for name, field in self._fields.items()}
+
+    def _value(self, name: str, field: Field, draw: np.random.Generator) -> NDArray[Any]:
+        if field.dtype == "float":
+            return draw.normal(size=field.shape)
+        return draw.integers(0, self._vocabulary if name == "tokens" else 1, field.shape).astype(field.numpy)
+
+
+class RandomText:
     """Rows of random tokens that the model's embedding knows; token 0 ends a document, where they are kept apart."""
 
     separator = 0
+    digest = "random"
 
     def __init__(self, plan: Plan, model: Model) -> None:
-        self.length = plan.job.sequence + 1
+        batch, self.length = plan.job.batch, plan.job.sequence + 1
+        self.rows = Rows(count=2 * batch, sequence=self.length - 1, last_labels=self.length - 1, held_out=batch)
         self.vocabulary = vocabulary_of(model)
 
     def row(self, index: int) -> NDArray[np.int64]:
