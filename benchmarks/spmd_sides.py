@@ -11,20 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.cost.memory import GRADIENT_BYTES
-from pipefit.cost.overlap import hidden_s
+from pipefit.cost.overlap import BUCKET_BYTES, hidden_s
 from pipefit.errors import PlanError
 from pipefit.model.graph import element_count
 from pipefit.shard import frontier
 from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import PricedLayer
+from pipefit.shard.shares import beside_s
 from pipefit.shard.synthesize import Synthesized, synthesize
 from pipefit.shard.template import held_fractions
 
 Allowed = Callable[[PricedLayer, str, bool, int], bool]
 """(layer, value, whether it is a parameter, form by number) -> whether the side may hold it so."""
-
-WEIGHTS = (1.0, 0.0)
-"""Of gradient reductions in the search: how much of them it sees, because part of them hides under the backward."""
 
 
 def rows_only(layer: PricedLayer, name: str, parameter: bool, form: int) -> bool:
@@ -77,10 +75,9 @@ def is_split(form: int) -> bool:
 
 @dataclass
 class Side(Chains):
-    """A search in which only some forms are allowed, and reductions of gradients count as much as `weight`."""
+    """A search in which only some forms are allowed."""
 
     allowed: Allowed = everything
-    weight: float = 1.0
     gathers: bool = True
     "Whether parameters that are stored split may be gathered for use."
 
@@ -109,8 +106,7 @@ class Side(Chains):
                 and all(may(value, form) for value, form in zip(step.inputs, way.needs, strict=True))
                 and (self.allowed is not fully_sharded or not is_stored(step.output) or way.gives == kept(step.output))
             ]
-            ways = tuple(replace(step.ways[place], once_s=self.weight * step.ways[place].once_s) for place in keep)
-            steps.append(replace(step, ways=ways))
+            steps.append(replace(step, ways=tuple(step.ways[place] for place in keep)))
             picks.append(tuple(each[place] for place in keep))
         tolls = tuple(
             {
@@ -149,20 +145,17 @@ def best(
 ) -> Result | None:
     """The fastest program of a side, overlap counted; None where none fits in memory. `between_s`: what summing all
     gradients with other groups takes, on top of the group's own reductions."""
-    found: list[Result] = []
-    for weight in WEIGHTS:
-        chains = Side(model, setting, allowed=allowed, weight=weight, gathers=gathers)
-        try:
-            found.append(timed(model, setting, synthesize(chains, model.layers, tuple(shares)), between_s))
-        except PlanError:
-            continue
-    return min(found, key=lambda one: one.step_s, default=None)
+    chains = Side(model, setting, allowed=allowed, gathers=gathers)
+    try:
+        return timed(model, setting, synthesize(chains, model.layers, tuple(shares)), between_s)
+    except PlanError:
+        return None
 
 
 def timed(model: Any, setting: Any, found: Synthesized, between_s: float = 0.0) -> Result:
     """The step of a program with its gradient reductions hidden as the runtime hides them."""
     reduce_s, pieces, compute_s = 0.0, [], 0.0
-    bucket_s = setting.collective("all_reduce", float(32 << 20)) / float(32 << 20)
+    per_byte = setting.bucket_s / BUCKET_BYTES
     seen_s = 0.0
     for link, layer in zip(found.links, model.layers, strict=True):
         graph = model.layer_graph(layer)
@@ -180,18 +173,20 @@ def timed(model: Any, setting: Any, found: Synthesized, between_s: float = 0.0) 
             backward_s = max(way.backward_s(fractions, kind) for kind in kinds)
             compute_s += backward_s + max(way.forward_s(fractions, kind) for kind in kinds)
             pieces.append((float(size if between_s else own), backward_s))
-            reduce_s += own * bucket_s / setting.microbatches
+            reduce_s += own * per_byte / setting.microbatches
             seen_s += way.once_s
     reduce_s += between_s
-    blocking = found.cost_s - seen_s
-    hidden = hidden_s(reduce_s, pieces) if reduce_s else 0.0
+    chain = [link.choice for link in found.links]
+    beside = setting.overlap * beside_s(chain, found.shares, setting.bucket_s, setting.microbatches)
+    blocking = found.cost_s + beside - seen_s
+    hidden = setting.overlap * hidden_s(reduce_s, pieces) if reduce_s else 0.0
     return Result(blocking + reduce_s - hidden, compute_s, reduce_s, found.shares, found)
 
 
 def bound_s(model: Any, setting: Any, shares: Sequence[int]) -> float:
     """Proportional shares and no communication: what all devices compute, every operator split by rows, updates of
     parameters split evenly."""
-    chains = Side(model, setting, allowed=rows_only, weight=0.0, gathers=False)
+    chains = Side(model, setting, allowed=rows_only, gathers=False)
     total = 0.0
     for link, layer in zip(chains.search(model.layers, shares), model.layers, strict=True):
         parameters = {spec.name for spec in model.layer_graph(layer).parameters}

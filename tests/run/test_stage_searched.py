@@ -152,11 +152,11 @@ def test_three_devices():
 def test_experts_of_two_and_four_devices():
     """Experts everywhere; split, with tokens sent to them, or with all tokens everywhere; or gathered for use."""
     ways = [("none", "B", {"experts": 5}), ("selective", "IW", {"experts": 5}), ("full", "B", {"experts": 4})]
-    two, four = drawn_cases([(2, 1), (1, 2)], 9, ways), drawn_cases([(3, 1, 2, 1)], 4, ways[2:])
+    two, four = drawn_cases([(2, 1), (1, 2)], 10, ways), drawn_cases([(3, 1, 2, 1)], 4, ways[2:])
     words = {word for case in (*two, *four) for text in case[-1] for word in text.split()}
     assert {"experts", "experts0", "experts1", "d0", "d1"} <= words
     assert any(word.startswith("down.weight:G0>I") for word in words)
-    assert run_processes(check_recipes, 2, two) == [9] * 2
+    assert run_processes(check_recipes, 2, two) == [10] * 2
     assert run_processes(check_recipes, 4, four) == [4] * 4
 
 

@@ -15,9 +15,12 @@ from tests.shard.random_clusters import model_of, random_setting
 from pipefit.cluster.types import DeviceKind
 from pipefit.errors import PlanError
 from pipefit.layout import Form
+from pipefit.shard import pricing
+from pipefit.shard import setting as setting_module
 from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import Setting
 from pipefit.shard.recipe import parse_recipe, write
+from pipefit.shard.shares import beside_s, cost_s, stretches_of
 from pipefit.shard.synthesize import synthesize
 
 KIND = DeviceKind(
@@ -190,6 +193,24 @@ def test_scarce_memory_makes_fsdp():
         assert {str(program.parameter_forms[name]) for name in names} <= ({"G0", "G1"} if gathered else {"I"})
         assert {str(program.forms[operator.outputs[0]]) for operator in program.graphs[0].operators
                 if operator.kind in ("linear", "attention")} == {"G0"}  # fmt: skip
+
+
+def test_reductions_that_hide_under_the_backward_are_not_paid(monkeypatch):
+    """The same links: what a reduction takes beside the backward is free, so nothing is gathered to save it, and what
+    is left is what the last bucket takes; all of it counts where nothing runs beside the backward."""
+    for module in (pricing, setting_module):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 2048)
+    model = model_of(toy_layers())
+    sizes = {"bytes_per_s": 2e7, "latency_s": 0.0}
+    alone, beside = (synthesize(Chains(model, setting(**sizes, overlap=o)), model.layers) for o in (0.0, 1.0))
+    gathered = [link.links[1].recipe.text.count(".weight:G") for link in (alone, beside)]
+    assert gathered[0] > gathered[1] == 0
+    chain = [link.choice for link in beside.links]
+    hidden = beside_s(chain, beside.shares, setting(**sizes).bucket_s, 1)
+    counted = cost_s(stretches_of(chain), beside.links[0].choice.template.members, beside.shares)
+    assert 0 < hidden < counted
+    assert beside.cost_s == pytest.approx(counted - hidden)
+    assert beside.cost_s < alone.cost_s < counted
 
 
 def test_recipes_reload_equal_and_mistakes_are_told():

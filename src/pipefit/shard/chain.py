@@ -52,6 +52,8 @@ class Chains:
     setting: Setting
     byte_price_s: float = 0.0
     "What a byte that stays on a device costs: above 0 where memory is scarce."
+    exposed: float = 1.0
+    "What part of gradient reductions counts: the rest hides under the backward."
     streams: tuple[Form, ...] = ()
     "The forms in which layers may hand the hidden state on; empty: any."
     tied_whole: bool = False
@@ -111,7 +113,7 @@ class Chains:
 
     def _layer(self, name: str, pinned: Pinned, takes: Form, shares: Sequence[int]) -> Mapping[Form, Link]:
         """The cheapest program of one layer for every form that it can hand on."""
-        key = name, pinned, tuple(shares), self.byte_price_s
+        key = name, pinned, tuple(shares), self.byte_price_s, self.exposed
         if key not in self._solved:
             self._solved[key] = self._every_layer(name, pinned, shares)
         able = self._handed_on(self.model.graphs[name])
@@ -132,7 +134,7 @@ class Chains:
             return {}
         layers = [layer.taking(graph, form) for form in takes]
         result = layer.values.index(graph.outputs[0])
-        problem, numbers = template.at(fractions, self.byte_price_s)
+        problem, numbers = template.at(fractions, self.byte_price_s, self.exposed)
         found = solve_between(
             problem,
             [each.template.given for each in layers],

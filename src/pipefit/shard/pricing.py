@@ -174,8 +174,7 @@ class _Pricing:
             once_s = 0.0
             if form == IDENTITY and spec.trainable:
                 gradient = elements * GRADIENT_BYTES[self.setting.precision]
-                bucket_s = self.setting.collective("all_reduce", float(BUCKET_BYTES))  # gradients are reduced together
-                once_s = bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches
+                once_s = self.setting.bucket_s * gradient / BUCKET_BYTES / self.setting.microbatches  # reduced together
             update = optimizer_traffic_bytes(elements, 1.0, self.setting.precision) if spec.trainable else 0.0
             seconds = [
                 update / kind.memory_bandwidth_bytes_per_s / self.setting.microbatches for kind in self.setting.distinct

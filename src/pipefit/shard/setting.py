@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import Precision
+from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.cost.roofline import CollectiveTime
 from pipefit.shard.template import Members
 
@@ -56,6 +57,16 @@ class Setting:
             tuple(rate / by for rate, by in zip(rates, slow, strict=True)),
             tuple(move / by for move, by in zip(moves, slow, strict=True)),
         )
+
+    @cached_property
+    def bucket_s(self) -> float:
+        """Seconds to reduce a full bucket of gradients."""
+        return self.collective("all_reduce", float(BUCKET_BYTES))
+
+    @property
+    def overlap(self) -> float:
+        """What part of what hides under a backward costs it nothing."""
+        return min(kind.overlap for kind in self.kinds)
 
     @cached_property
     def _known(self) -> dict[object, Any]:

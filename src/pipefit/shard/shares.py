@@ -7,13 +7,14 @@ HAP's load balancer, whose rows were one an operator and without constants). Row
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 from pipefit.cost.lowerings import Lowered, Rounds
+from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.layout import split
 from pipefit.shard.template import (
     WHOLE_CUT,
@@ -209,6 +210,21 @@ def cost_s(stretches: Sequence[tuple[Stretch, int]], members: Members, shares: S
     return sum(times * stretch.cost_s(fractions, members.kinds) for stretch, times in stretches)
 
 
+def beside_s(chain: Sequence[Chosen], shares: Sequence[int], bucket_s: float, microbatches: int) -> float:
+    """Seconds of a microbatch's part of the gradient reductions that are over when the last backward is: bucket by
+    bucket (`cost/overlap.py`), where reducing a full one takes `bucket_s`. Sizes are told in seconds here."""
+    pieces: dict[int, list[Piece]] = {}
+    for chosen, _ in _distinct(chain):
+        template, kinds = chosen.template, range(chosen.template.members.kinds)
+        fractions = held_fractions(template.cuts, shares, template.members)
+        ways = [step.ways[number] for step, number in zip(template.steps, chosen.ways, strict=True)]
+        pieces[id(chosen)] = [
+            (microbatches * way.once_s, max(way.backward_s(fractions, kind) for kind in kinds)) for way in ways
+        ]
+    every = [piece for chosen in chain for piece in pieces[id(chosen)]]
+    return hidden_s(sum(size for size, _ in every), every, bucket_s) / microbatches
+
+
 def cuts_of(stretches: Sequence[tuple[Stretch, int]]) -> list[int]:
     """The cuts that occur, coarsest first."""
     found = {way.cut for stretch, _ in stretches for way in stretch.ways}
@@ -221,24 +237,36 @@ def held_bytes(chain: Sequence[Chosen], shares: Sequence[float]) -> tuple[float,
     what the backward needs of every layer; of what only passes, the largest weight that is gathered for use."""
     members = chain[0].template.members
     totals = [passing_bytes(chain)] * members.kinds
-    for chosen in chain:
+    for chosen, times in _distinct(chain):
         fractions = held_fractions(chosen.template.cuts, shares, members)
+        by_cut: dict[int, float] = defaultdict(float)
         for one in chosen.parts():
-            for kind in range(members.kinds):
-                totals[kind] += one.held[0] + one.held[1] * fractions.worst[one.cut][kind]
+            by_cut[WHOLE_CUT] += times * one.held[0]
+            by_cut[one.cut] += times * one.held[1]
+        for kind in range(members.kinds):
+            totals[kind] += sum(size * fractions.worst[cut][kind] for cut, size in by_cut.items())
     return tuple(totals)
 
 
 def passing_bytes(chain: Sequence[Chosen]) -> float:
     """The largest weight that is stored split and gathered for an operator, or its gradient."""
-    return max((one.passing for chosen in chain for one in chosen.parts() if isinstance(one, Toll)), default=0.0)
+    return max(
+        (one.passing for chosen, _ in _distinct(chain) for one in chosen.parts() if isinstance(one, Toll)), default=0.0
+    )
 
 
 def rooms(chain: Sequence[Chosen], limits: Sequence[float]) -> tuple[Room, ...]:
     """The memory of every kind of device as a line in its fraction; `limits` are what is free for it."""
-    whole = passing_bytes(chain) + sum(one.held[0] for chosen in chain for one in chosen.parts())
-    split_ = sum(one.held[1] for chosen in chain for one in chosen.parts())
+    parts = [(one.held, times) for chosen, times in _distinct(chain) for one in chosen.parts()]
+    whole = passing_bytes(chain) + sum(times * held[0] for held, times in parts)
+    split_ = sum(times * held[1] for held, times in parts)
     return tuple(Room(whole, split_, limit) for limit in limits)
+
+
+def _distinct(chain: Sequence[Chosen]) -> list[tuple[Chosen, int]]:
+    """The programs of a chain, each with how often it stands there."""
+    times = Counter(map(id, chain))
+    return [(chosen, times[key]) for key, chosen in {id(chosen): chosen for chosen in chain}.items()]
 
 
 def least_fraction(cuts: Sequence[int]) -> float:

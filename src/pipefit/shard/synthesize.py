@@ -18,6 +18,7 @@ from pipefit.model.graph import Layer
 from pipefit.shard.chain import Chains, Link
 from pipefit.shard.shares import (
     Weights,
+    beside_s,
     best_weights,
     cost_s,
     cuts_of,
@@ -36,6 +37,9 @@ Shares = TypeVar("Shares")
 
 ROUNDS = 12
 """Of going back and forth from one start, at most; three are usual."""
+
+EXPOSED = (1.0, 0.5, 0.0)
+"""What part of gradient reductions the search counts in turn, where they hide under the backward."""
 
 PRICES = 5
 """How many prices of a byte are tried between one that changes nothing and one that decides everything."""
@@ -169,42 +173,62 @@ def fits(chains: Chains, held: Sequence[float]) -> bool:
 def _alternated(
     chains: Chains, layers: Sequence[Layer], shares: Sequence[int]
 ) -> Record[tuple[Link, ...], tuple[int, ...]] | None:
-    members = chains.setting.members
+    """The best record, with all gradient reductions counted in the search and, where they hide under the backward, with
+    less of them; what hides is taken off the cost of each."""
+    first = [tuple(shares)] if shares else [nearest(weights) for weights in starts(*chains.setting.speeds)]
+    best: Record[tuple[Link, ...], tuple[int, ...]] | None = None
+    for exposed in EXPOSED if chains.setting.overlap else EXPOSED[:1]:
+        chains.exposed = exposed
+        found = _Alternation(chains, layers, bool(shares)).run(first)
+        if best is None or (found is not None and found.cost_s < best.cost_s):
+            best = found
+        if best is not None and not shares:
+            first = [best.shares, nearest(starts(chains.setting.speeds[0])[0])]
+    chains.exposed = EXPOSED[0]
+    return best
 
-    programs: dict[tuple[int, ...], tuple[Link, ...] | None] = {}
 
-    def search(given: tuple[int, ...]) -> tuple[Link, ...] | None:
-        if given not in programs:
+class _Alternation:
+    """What a chain of layers puts into `alternate`."""
+
+    def __init__(self, chains: Chains, layers: Sequence[Layer], pinned: bool) -> None:
+        self.chains, self.layers, self.pinned, self.members = chains, layers, pinned, chains.setting.members
+        self.programs: dict[tuple[int, ...], tuple[Link, ...] | None] = {}
+        self.stretches: dict[int, tuple[tuple[Link, ...], list[tuple[Stretch, int]]]] = {}
+
+    def run(self, first: Sequence[tuple[int, ...]]) -> Record[tuple[Link, ...], tuple[int, ...]] | None:
+        return alternate(first, self.search, self.improve, self.cost)
+
+    def search(self, given: tuple[int, ...]) -> tuple[Link, ...] | None:
+        if given not in self.programs:
             try:
-                programs[given] = chains.search(layers, given)
+                self.programs[given] = self.chains.search(self.layers, given)
             except PlanError:
-                programs[given] = None
-        return programs[given]
+                self.programs[given] = None
+        return self.programs[given]
 
-    def improve(links: tuple[Link, ...]) -> list[tuple[int, ...]]:
-        if shares:
+    def improve(self, links: tuple[Link, ...]) -> list[tuple[int, ...]]:
+        if self.pinned:
             return []
         chain = [link.choice for link in links]
         stretches = stretches_of(chain)
         cuts = cuts_of(stretches)
-        around = held_fractions(cuts, links[0].shares, members)
-        weights = best_weights(stretches, members, least_fraction(cuts), rooms(chain, limits(chains)), around)
-        weights = weights or best_weights(stretches, members, least_fraction(cuts), around=around)
+        around = held_fractions(cuts, links[0].shares, self.members)
+        least = least_fraction(cuts)
+        weights = best_weights(stretches, self.members, least, rooms(chain, limits(self.chains)), around)
+        weights = weights or best_weights(stretches, self.members, least, around=around)
         return [] if weights is None else rounded(weights, cuts)
 
-    known: dict[int, tuple[tuple[Link, ...], list[tuple[Stretch, int]]]] = {}
-
-    def cost(links: tuple[Link, ...], given: tuple[int, ...]) -> float | None:
-        chain = [link.choice for link in links]
-        if id(links) not in known:
-            known[id(links)] = links, stretches_of(chain)
-        seconds = cost_s(known[id(links)][1], members, given)
+    def cost(self, links: tuple[Link, ...], given: tuple[int, ...]) -> float | None:
+        chain, setting = [link.choice for link in links], self.chains.setting
+        if id(links) not in self.stretches:
+            self.stretches[id(links)] = links, stretches_of(chain)
+        seconds = cost_s(self.stretches[id(links)][1], self.members, given)
         if seconds is None:
             return None
-        return seconds * _penalty(chains, held_bytes(chain, given))
-
-    first = [tuple(shares)] if shares else [nearest(weights) for weights in starts(*chains.setting.speeds)]
-    return alternate(first, search, improve, cost)
+        if setting.overlap:
+            seconds -= setting.overlap * beside_s(chain, given, setting.bucket_s, setting.microbatches)
+        return seconds * _penalty(self.chains, held_bytes(chain, given))
 
 
 def _penalty(chains: Chains, held: Sequence[float]) -> float:

@@ -138,12 +138,12 @@ class OpenWay:
         held = fractions.worst[self.cut][kind]
         return max((first + second * held for first, second in self.passes[number][kind]), default=0.0)
 
-    def cost_s(self, fractions: Fractions, kinds: int) -> float:
-        """The slowest device's forward and its backward, the reduction, and what comes once."""
+    def cost_s(self, fractions: Fractions, kinds: int, exposed: float = 1.0) -> float:
+        """The slowest device's forward and its backward, the reduction, and what of what comes once is `exposed`."""
         toll_s = sum(toll.seconds(fractions) for toll in (self.toll, self.talk) if toll)
         each = range(kinds)
         slowest = max(self.forward_s(fractions, k) for k in each) + max(self.backward_s(fractions, k) for k in each)
-        return slowest + toll_s + self.once_s
+        return slowest + toll_s + exposed * self.once_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,12 @@ class Template:
     given: Mapping[int, int]
     wanted: Mapping[int, int]
 
-    def at(self, fractions: Fractions, byte_price_s: float = 0.0) -> tuple[Problem, tuple[tuple[int, ...], ...]]:
+    def at(
+        self, fractions: Fractions, byte_price_s: float = 0.0, exposed: float = 1.0
+    ) -> tuple[Problem, tuple[tuple[int, ...], ...]]:
         """The problem for these fractions, and for every step the numbers of the ways that are possible with them.
-        `byte_price_s` makes every byte that stays cost so many seconds, where memory is scarce."""
+        `byte_price_s` makes every byte that stays cost so many seconds, where memory is scarce; reductions of gradients
+        count as far as they are `exposed`."""
 
         def held_s(one: OpenWay | Toll) -> float:
             return byte_price_s * (one.held[0] + one.held[1] * max(fractions.worst[one.cut])) if byte_price_s else 0.0
@@ -179,7 +182,7 @@ class Template:
                 if way.cut in fractions.worst
                 and all(toll.able(fractions) for toll in (way.toll, way.talk) if toll is not None)
             )
-            costs = [ways[number].cost_s(fractions, self.members.kinds) + held_s(ways[number]) for number in able]
+            costs = [ways[n].cost_s(fractions, self.members.kinds, exposed) + held_s(ways[n]) for n in able]
             found = tuple(Way(ways[n].needs, ways[n].gives, cost) for n, cost in zip(able, costs, strict=True))
             return found, able
 

@@ -1,0 +1,135 @@
+"""What no program takes less than, at any shares: the search itself on prices that nothing can be below.
+
+- Computing: devices wait for each other, so a step takes at least the mean over the devices of what each computes, with
+  any weights. They are the devices' speeds: then the mean of what is split does not depend on the shares (of what is
+  bound by memory, the best shares are taken for every operator by itself).
+- Collectives of parts: the busiest port carries at least the mean of all, which in a cluster whose machines are wired
+  alike is what it carries of even parts. Going from one split to another is free.
+- Gradients: those of an operator and of all in front of it cannot be reduced before the backward is through with what
+  is behind it. So a step takes at least all forward passes, the backward of what is behind an operator, and the
+  reductions of what is not; the largest over all operators counts. Blocking collectives count throughout.
+- Memory is free, and layers that are equal may have programs of their own on both sides of that operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipefit.model.graph import Layer
+from pipefit.shard.chain import Chains
+from pipefit.shard.pricing import PricedLayer
+from pipefit.shard.template import WHOLE_CUT, Lines, OpenWay, Toll, held_fractions
+
+EVERYTHING = 1 << 30
+"""A place behind all operators."""
+
+
+def no_program_below_s(model: Any, setting: Any) -> float:
+    """Seconds of a step that every program takes at least, whatever its shares."""
+    chains = Below(model, setting)
+    even = (1,) * len(setting.kinds)
+    least = 0.0
+    for index, place in _turns(model):
+        layers = [
+            chains.named(layer, -1 if number > index else EVERYTHING if number < index else place)
+            for number, layer in enumerate(model.layers)
+        ]
+        least = max(least, sum(link.cost_s for link in chains.search(layers, even)))
+    return least
+
+
+def _turns(model: Any) -> Iterator[tuple[int, int]]:
+    """(number of a layer, place of an operator in it): where the backward has got to when reductions are looked at.
+    Ends of layers, and where layers are few, every operator that reads parameters."""
+    yield 0, -1
+    for index, layer in enumerate(model.layers):
+        graph = model.layer_graph(layer)
+        names = {spec.name for spec in graph.parameters}
+        if len(model.layers) <= 4:
+            yield from ((index, place) for place, operator in enumerate(graph.operators) if names & {*operator.inputs})
+        elif names:
+            yield index, EVERYTHING
+
+
+@dataclass
+class Below(Chains):
+    """A search on prices that nothing can be below. Operators up to a place cost their forward and their reductions,
+    those behind it their forward and their backward."""
+
+    turn: dict[int, int] = field(default_factory=dict)
+    "Identity of a copy of a graph -> the place."
+
+    def named(self, layer: Layer, place: int) -> Layer:
+        """A layer with a graph of its own for this place."""
+        name = f"{layer.graph} to {place}"
+        if name not in self.model.graphs:
+            graph = replace(self.model.graphs[layer.graph])
+            self.turn[id(graph)] = place
+            self.model = replace(self.model, graphs={**self.model.graphs, name: graph})
+        return replace(layer, graph=name)
+
+    def priced(self, graph: Any, takes: Any, pinned: Any) -> PricedLayer:
+        layer = super().priced(graph, takes, pinned)
+        template, turn = layer.template, self.turn[id(graph)]
+        fractions = held_fractions(template.cuts, (1,) * len(self.setting.kinds), self.setting.members)
+
+        def moved(toll: Toll | None) -> Toll | None:
+            if toll is None:
+                return None
+            seconds = 0.0 if toll.earlier != WHOLE_CUT else toll.seconds(fractions)
+            return replace(toll, line=(seconds, 0.0), ahead=(), back=())
+
+        def computed(way: OpenWay, early: bool) -> OpenWay:
+            ahead, *back = (self._mean_s(lines, way.cut) for lines in way.passes or ((), (), ()))
+            once = (((ahead + (0.0 if early else sum(back)), 0.0),),) * self.setting.members.kinds
+            nothing: tuple[Lines, ...] = ((),) * self.setting.members.kinds
+            return replace(
+                way,
+                passes=(once, nothing, nothing),
+                once_s=way.once_s if early else 0.0,
+                toll=moved(way.toll),
+                talk=moved(way.talk),
+            )
+
+        steps, early = [], False
+        for step, place in zip(reversed(template.steps), reversed(layer.operators), strict=True):
+            early = place <= turn if place >= 0 else early  # a parameter is with the first operator that reads it
+            steps.append(replace(step, ways=tuple(computed(way, early) for way in step.ways)))
+        tolls = tuple({move: moved(toll) for move, toll in each.items()} for each in template.tolls)
+        return replace(layer, template=replace(template, steps=tuple(reversed(steps)), tolls=tolls))
+
+    def _mean_s(self, lines: Sequence[Lines], cut: int) -> float:
+        """The least mean over all devices of a pass, over all shares."""
+        rates, members = self.setting.speeds[0], self.setting.members
+        if not any(lines):
+            return 0.0
+        weights = [0.0] * members.kinds
+        for rate, kind in zip(rates, members.kind, strict=True):
+            weights[kind] += rate / sum(rates)
+        if cut == WHOLE_CUT:
+            return sum(w * max(a + b for a, b in each) for w, each in zip(weights, lines, strict=True))
+        counts = members.counts
+        if members.kinds == 1:
+            return max(a + b / counts[0] for a, b in lines[0])
+        assert members.kinds == 2, "shares of two kinds of devices are a number"
+
+        def mean_s(part: float) -> float:
+            """With this part of everything on the first kind."""
+            parts = part / counts[0], (1 - part) / counts[1]
+            return sum(w * max(a + b * f for a, b in each) for w, each, f in zip(weights, lines, parts, strict=True))
+
+        return min(
+            map(mean_s, {0.0, 1.0, *_corners(lines[0], counts[0]), *(1 - x for x in _corners(lines[1], counts[1]))})
+        )
+
+
+def _corners(lines: Lines, count: int) -> list[float]:
+    """Where another of these lines becomes the highest, as the part of everything on so many devices."""
+    found = []
+    for a, b in lines:
+        for c, d in lines:
+            if b != d and 0 < (part := count * (c - a) / (b - d)) < 1:
+                found.append(part)
+    return found
