@@ -21,6 +21,9 @@ INSIDE = 60e6
 SLOW, QUICK = 2e6, 5e6
 """25 and 10 Gbit/s, scaled."""
 
+TOGETHER = 20e6
+"""Of hosts whose devices run programs together."""
+
 FLOPS = 1.0e9
 MB = 10**6
 
@@ -92,7 +95,14 @@ def clusters() -> dict[str, LabFile]:
             "half-2.5-32", 2.5, skewed(16), slow_flops_per_s=0.125 * FLOPS,
             memory_bytes={"fast": 8 * MB, "slow": 5 * MB},
         ),
+        "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
+        "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip
+
+
+def even_links(hosts: int) -> list[list[float]]:
+    """All hosts reach each other alike, and fast enough that a group of all devices may share its layers."""
+    return [[0.0 if a == b else TOGETHER for b in range(hosts)] for a in range(hosts)]
 
 
 def half(
