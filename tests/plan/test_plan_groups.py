@@ -181,3 +181,12 @@ def test_forms_between_groups_cost_what_they_move() -> None:
     dear = replace(other, cost_s={IDENTITY: 1.0, rows: 1e9, tokens: 1e9})
     assert cheapest_forms(network, [two, dear], (0, 1), shape, 4) == (IDENTITY, IDENTITY)
     assert cheapest_forms(network, [alone(0, 1.0), replace(dear, cost_s={IDENTITY: 1.0})], (0, 1), shape, 4) is None
+
+
+def test_of_forms_that_cost_the_same_the_first_is_taken() -> None:
+    """In every process: a plan is the same wherever it is made."""
+    forms = [gathered(dim) for dim in (2, 1, 0)]
+    network, cost_s = Network(toy_cluster(1, 4)), dict.fromkeys([*forms, IDENTITY], 1.0)
+    lanes = [Held(devices=devices, shares=(1, 1), cost_s=cost_s) for devices in ((0, 1), (2, 3))]
+    assert cheapest_forms(network, lanes, (0, 1, 0), (4, 8, 2), 4) == (forms[0], forms[0])
+    assert cheapest_forms(network, lanes, (0, 1), (4, 8, 2), 4) == (forms[0], forms[0])

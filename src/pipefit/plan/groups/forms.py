@@ -62,7 +62,7 @@ def _one_for_all(
 ) -> tuple[Form, ...] | None:
     """The cheapest form that every group can have; devices alone have everything whole."""
     best: tuple[float, tuple[Form, ...]] | None = None
-    for wanted in {form for lane in lanes for form in lane.cost_s}:
+    for wanted in dict.fromkeys(form for lane in lanes for form in lane.cost_s):
         forms = tuple(wanted if len(lane.devices) > 1 else IDENTITY for lane in lanes)
         if any(form not in lane.cost_s for form, lane in zip(forms, lanes, strict=True)):
             continue
