@@ -52,6 +52,8 @@ class Measured:
     "Of every rank, its last step (`lab_ranks.spans`), where it was asked for."
     peak_bytes: tuple[int, ...] = ()
     "Of every rank, the most that it had alive, by the allocator's own record; where it was asked for."
+    busy_s: tuple[float, ...] = ()
+    "Of every rank, what its emulated device computed for in a step, the optimizer's update not counted."
 
     @property
     def median_s(self) -> float:
@@ -158,7 +160,8 @@ def _measured(ranks: Sequence[dict[str, Any]]) -> Measured:
     counts = [rank["paced"] for rank in ranks if rank["paced"]]
     valid, words = judge(counts) if counts else (True, "")
     peaks = tuple(rank["bytes"] for rank in ranks if rank["bytes"])
-    return Measured(tuple(times), valid, words, tuple(rank["trace"] for rank in ranks), peaks)
+    busy_s = tuple(count["emulated_s"] / len(times) for count in counts)
+    return Measured(tuple(times), valid, words, tuple(rank["trace"] for rank in ranks), peaks, busy_s)
 
 
 def _start(lab: Lab, folder: Path, what: str, model: Model, task: dict[str, Any], devices: Sequence[int] = ()) -> None:

@@ -9,6 +9,11 @@
   is behind it. So a step takes at least all forward passes, the backward of what is behind an operator, and the
   reductions of what is not; the largest over all operators counts. Blocking collectives count throughout.
 - Memory is free, and layers that are equal may have programs of their own on both sides of that operator.
+
+Where every host has a program of its own, and gradients are summed between hosts, the same is asked of one host of the
+slowest devices with an even part of the rows. In the mean over hosts, by their speeds, rows count least there: what
+grows with them is taken times the speed of these devices against the mean. To every gradient comes its part of the sum
+between hosts, whatever its form.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipefit.model.graph import Layer
+from pipefit.cost.memory import GRADIENT_BYTES
+from pipefit.model.graph import Layer, element_count
 from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import PricedLayer
 from pipefit.shard.template import WHOLE_CUT, Lines, OpenWay, Toll, held_fractions
@@ -26,9 +32,10 @@ EVERYTHING = 1 << 30
 """A place behind all operators."""
 
 
-def no_program_below_s(model: Any, setting: Any) -> float:
-    """Seconds of a step that every program takes at least, whatever its shares."""
-    chains = Below(model, setting)
+def no_program_below_s(model: Any, setting: Any, rows_weight: float = 1.0, between_s_per_byte: float = 0.0) -> float:
+    """Seconds of a step that every program takes at least, whatever its shares. `rows_weight` multiplies what grows
+    with rows, and every gradient's byte takes `between_s_per_byte` more, where hosts have programs of their own."""
+    chains = Below(model, setting, rows_weight=rows_weight, between_s_per_byte=between_s_per_byte)
     even = (1,) * len(setting.kinds)
     least = 0.0
     for index, place in _turns(model):
@@ -58,6 +65,8 @@ class Below(Chains):
     """A search on prices that nothing can be below. Operators up to a place cost their forward and their reductions,
     those behind it their forward and their backward."""
 
+    rows_weight: float = 1.0
+    between_s_per_byte: float = 0.0
     turn: dict[int, int] = field(default_factory=dict)
     "Identity of a copy of a graph -> the place."
 
@@ -74,21 +83,28 @@ class Below(Chains):
         layer = super().priced(graph, takes, pinned)
         template, turn = layer.template, self.turn[id(graph)]
         fractions = held_fractions(template.cuts, (1,) * len(self.setting.kinds), self.setting.members)
+        elsewhere = {name for name, _, counted in pinned if not counted}
+        summed_s = {
+            spec.name: self.between_s_per_byte * element_count(spec.shape, {}) * GRADIENT_BYTES[self.setting.precision]
+            for spec in graph.parameters
+            if spec.trainable and spec.name not in elsewhere
+        }
 
         def moved(toll: Toll | None) -> Toll | None:
             if toll is None:
                 return None
-            seconds = 0.0 if toll.earlier != WHOLE_CUT else toll.seconds(fractions)
+            seconds = 0.0 if toll.earlier != WHOLE_CUT else self.rows_weight * toll.seconds(fractions)
             return replace(toll, line=(seconds, 0.0), ahead=(), back=())
 
-        def computed(way: OpenWay, early: bool) -> OpenWay:
+        def computed(way: OpenWay, early: bool, between_s: float) -> OpenWay:
             ahead, *back = (self._mean_s(lines, way.cut) for lines in way.passes or ((), (), ()))
-            once = (((ahead + (0.0 if early else sum(back)), 0.0),),) * self.setting.members.kinds
+            seconds = self.rows_weight * (ahead + (0.0 if early else sum(back)))
+            once = (((seconds, 0.0),),) * self.setting.members.kinds
             nothing: tuple[Lines, ...] = ((),) * self.setting.members.kinds
             return replace(
                 way,
                 passes=(once, nothing, nothing),
-                once_s=way.once_s if early else 0.0,
+                once_s=way.once_s + between_s if early else 0.0,
                 toll=moved(way.toll),
                 talk=moved(way.talk),
             )
@@ -96,7 +112,8 @@ class Below(Chains):
         steps, early = [], False
         for step, place in zip(reversed(template.steps), reversed(layer.operators), strict=True):
             early = place <= turn if place >= 0 else early  # a parameter is with the first operator that reads it
-            steps.append(replace(step, ways=tuple(computed(way, early) for way in step.ways)))
+            between_s = summed_s.get(layer.values[step.output], 0.0)
+            steps.append(replace(step, ways=tuple(computed(way, early, between_s) for way in step.ways)))
         tolls = tuple({move: moved(toll) for move, toll in each.items()} for each in template.tolls)
         return replace(layer, template=replace(template, steps=tuple(reversed(steps)), tolls=tolls))
 

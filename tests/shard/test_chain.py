@@ -13,6 +13,7 @@ from tests.run.stage_toys import block_graph, toy_layers
 from tests.shard.random_clusters import model_of, random_setting
 
 from pipefit.cluster.types import DeviceKind
+from pipefit.cost.memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.errors import PlanError
 from pipefit.layout import Form
 from pipefit.shard import pricing
@@ -22,6 +23,7 @@ from pipefit.shard.pricing import Setting
 from pipefit.shard.recipe import parse_recipe, write
 from pipefit.shard.shares import beside_s, cost_s, stretches_of
 from pipefit.shard.synthesize import synthesize
+from pipefit.shard.template import held_fractions
 
 KIND = DeviceKind(
     name="fast",
@@ -149,6 +151,29 @@ def test_tied_parameters_get_one_form():
         for local, name in layer.parameters.items():
             stored.setdefault(name, set()).add(program.parameter_forms[local])
     assert all(len(forms) == 1 for forms in stored.values())
+
+
+def test_what_tied_parameters_cost_once_is_counted_once():
+    """In the first layer that has them: their reduction, their update, their copy in memory."""
+    where = setting(bytes_per_s=1e9, latency_s=0.0, memory_bandwidth_bytes_per_s=1e9, microbatches=4)
+    model, links = searched(where, tied=True)
+    ways = []
+    for link, name in ((links[0], "weight"), (links[3], "lm.weight")):
+        template = link.choice.template
+        place = next(n for n, step in enumerate(template.steps) if link.layer.values[step.output] == name)
+        ways.append(template.steps[place].ways[link.choice.ways[place]])
+    elements, fractions = 31 * 24, held_fractions(links[0].choice.template.cuts, (1, 1), where.members)
+    assert sum(ways[0].held) == sum(static_parts(elements, 0, 1.0, "float32").values()) - WORKSPACE_BYTES
+    assert ways[0].cost_s(fractions, 1) > 0
+    assert ways[1].held == (0.0, 0.0) and ways[1].cost_s(fractions, 1) == 0
+    chains = Chains(model, where)
+    here, there = (
+        chains._layer(model.layers[3].graph, (("lm.weight", Form("I"), counted),), Form("G", 0), (1, 1))
+        for counted in (True, False)
+    )
+    once_s = (4 * elements / 1e9 + optimizer_traffic_bytes(elements, 1.0, "float32") / 1e9) / 4
+    for gives, link in here.items():
+        assert link.cost_s - there[gives].cost_s == pytest.approx(once_s, rel=1e-6)
 
 
 def test_48_layers_within_a_second_of_processor_time():

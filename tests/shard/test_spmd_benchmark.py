@@ -36,9 +36,10 @@ def test_the_quick_run_beats_every_side(tmp_path):
         assert not row["slower_than"], row
         assert all(row["bound_s"] <= seconds for seconds in row["sides_s"].values() if seconds is not None), row
         assert row["bound_s"] < row["ours_s"] and row["speedup"] >= 1.0
-        assert row["bound_s"] * 0.99 < row["no_program_below_s"] < row["ours_s"]
-        one_group = [seconds for side, seconds in row["sides_s"].items() if seconds and "in hosts" not in side]
-        assert row["no_program_below_s"] < min(one_group)
+        least = row["no_program_below_s"]
+        assert min(least.values()) <= row["ours_s"]
+        for side, seconds in row["sides_s"].items():
+            assert least["a group a host" if "in hosts" in side else "one group"] <= seconds
     assert result["models"][0]["speedup"] >= 2.41, "VGG's linear layers are not worth reducing"
 
 

@@ -19,8 +19,9 @@ from pipefit.shard.pricing import PricedLayer, Setting, number_of, on_stream, pr
 from pipefit.shard.recipe import Recipe, recipe_of
 from pipefit.shard.template import Chosen, chosen, held_fractions
 
-Pinned = tuple[tuple[str, Form], ...]
-"""Forms of a layer's parameters that other layers share, by local name."""
+Pinned = tuple[tuple[str, Form, bool], ...]
+"""Of a layer's parameters that other layers share: local name, form, and whether what comes once an iteration and what
+stays on a device is counted here: in the first of them, whose gradient is complete last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ class Chains:
 
     def priced(self, graph: Graph, takes: Form, pinned: Pinned) -> PricedLayer:
         """The template of one layer."""
-        return priced(graph, self.setting, takes, dict(pinned))
+        forms = {name: form for name, form, _ in pinned}
+        return priced(graph, self.setting, takes, forms, {name for name, _, counted in pinned if not counted})
 
     def _path(
         self, layers: Sequence[Layer], shares: Sequence[int], tied: Mapping[str, Form]
@@ -93,9 +95,14 @@ class Chains:
         states: dict[_Met, tuple[float, tuple[Link, ...]]] = {
             (form, ()): (0.0, ()) for form in stream_forms(first, True)
         }
+        owners = {name: layer.graph for layer in reversed(layers) for name in layer.parameters.values()}
         comes_again = {layer.graph: place for place, layer in enumerate(layers)}
         for place, layer in enumerate(layers):
-            pinned = tuple((local, tied[name]) for local, name in layer.parameters.items() if name in tied)
+            pinned = tuple(
+                (local, tied[name], owners[name] == layer.graph)
+                for local, name in layer.parameters.items()
+                if name in tied
+            )
             after: dict[_Met, tuple[float, tuple[Link, ...]]] = {}
             for (form, met), (cost, path) in states.items():
                 before = dict(met).get(layer.graph)

@@ -8,7 +8,7 @@ with the one that its backward does (the duality of forms).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,10 +78,16 @@ class PricedLayer:
         return replace(self, template=replace(self.template, given={**self.template.given, **given}))
 
 
-def priced(graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form] | None = None) -> PricedLayer:
+def priced(
+    graph: Graph,
+    setting: Setting,
+    takes: Form,
+    pinned: Mapping[str, Form] | None = None,
+    elsewhere: Collection[str] = (),
+) -> PricedLayer:
     """The template of a layer that gets its hidden state as `takes`; `pinned` are forms of parameters that are tied to
-    other layers."""
-    return _Pricing(graph, setting, takes, pinned or {}).finish()
+    other layers; `elsewhere` are those whose reduction, update and memory are counted in another one."""
+    return _Pricing(graph, setting, takes, pinned or {}, elsewhere).finish()
 
 
 def number_of(form: Form) -> int:
@@ -105,8 +111,11 @@ def on_stream(tensor: Tensor) -> bool:
 
 
 class _Pricing:
-    def __init__(self, graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form]) -> None:
+    def __init__(
+        self, graph: Graph, setting: Setting, takes: Form, pinned: Mapping[str, Form], elsewhere: Collection[str]
+    ) -> None:
         self.graph, self.setting, self.takes, self.pinned = graph, setting, takes, pinned
+        self.elsewhere = elsewhere
         self.shapes = shapes_of(graph)
         self.units = cut_units(graph)
         self.parameters = {spec.name: spec for spec in graph.parameters}
@@ -159,6 +168,9 @@ class _Pricing:
         """A parameter chooses its form: whole, and its gradient is reduced once an iteration; or split."""
         like = (spec.shape, spec.trainable, self.cuts_of(spec.name), self.pinned.get(spec.name))
         ways, picks = self.setting.once((*like, spec.name in self.factored), lambda: self.parameter_ways(spec))
+        if spec.name in self.elsewhere:
+            nothing = (((),) * len(self.setting.distinct),) * 3
+            ways = tuple(replace(way, passes=nothing, once_s=0.0, held=(0.0, 0.0)) for way in ways)
         self._step((), spec.name, ways, picks, -1)
 
     def parameter_ways(self, spec: ParameterSpec) -> Offered:
