@@ -25,19 +25,19 @@ BYTE_S = 1e-7
 """What a byte that stays on a device costs in these searches: rows stay split, and parameters are gathered."""
 
 
-def gathered(name, **decisions):
-    """A plan of one stage that works by rows, and what its programs gather."""
+def gathered(name, shares=SHARES, edit=lambda recipe: recipe, **decisions):
+    """A plan of one stage that works by rows, and the words of its recipes. `edit` changes a recipe's text."""
     model, cluster, job = plans.model(name), local(8), plans.JOB
     bench = Workbench(model, cluster, name=name)
     setting = setting_of(
-        model, Network(cluster), best_costs(cluster), devices=(0, 1), rows=job.batch // 2, tokens=job.sequence,
-        precision=job.precision, microbatches=2,
+        model, Network(cluster), best_costs(cluster), devices=tuple(range(len(shares))), rows=job.batch // 2,
+        tokens=job.sequence, precision=job.precision, microbatches=2,
     )  # fmt: skip
     chains = Chains(model, setting, byte_price_s=BYTE_S, streams=(parse_form("G0"),), tied_whole=True)
-    links = chains.search(model.layers, SHARES)
-    recipes = {layer.graph: link.recipe.text for layer, link in zip(model.layers, links, strict=True)}
+    links = chains.search(model.layers, shares)
+    recipes = {layer.graph: edit(link.recipe.text) for layer, link in zip(model.layers, links, strict=True)}
     chosen = Decisions(
-        stages=1, microbatches=2, replicas=(1,), sharding="searched", shards=SHARES, lane_shards=(SHARES,),
+        stages=1, microbatches=2, replicas=(1,), sharding="searched", shards=shares, lane_shards=(shares,),
         recipes=(bench.programs.add(recipes),), **decisions,
     )  # fmt: skip
     words = [word for text in recipes.values() for word in text.split()]

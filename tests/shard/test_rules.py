@@ -20,6 +20,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.model.graph import Operator
 from pipefit.model.ops import KINDS
+from pipefit.run import comms
 from pipefit.run.feed import Feed
 from pipefit.run.ops import Context, build_step
 from pipefit.run.shard_comm import ShardContext
@@ -171,7 +172,7 @@ def at_once(calls, talk):
 @pytest.mark.parametrize(("case", "label"), list(ways()))
 def test_parts_make_the_whole(case, label, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(comms, "exchange", all_to_all)
     operator, labelled, outputs = labelled_of(case)
     values = case.values()
     whole_leaves, whole = execute(case, operator, labelled, values, outputs[0], None)

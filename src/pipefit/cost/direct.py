@@ -1,10 +1,9 @@
 """How long direct collectives (grouped calls, all-to-all) really take, size by size, against what their links make of
 them.
 
-No straight line holds for them. Over gloo the two ways between two devices are used at once by short messages and take
-turns with long ones, because what asks for a message waits behind the one that is on its way; and a device begins the
-next broadcast as soon as the rest of its message fits into the socket's buffer. NCCL changes its protocol with size.
-So the price at a size goes through the measured times. Measured: benchmarks/uneven_collectives.py.
+No straight line holds for them: over gloo a device begins the next broadcast as soon as the rest of its message fits
+into the socket's buffer, so that short messages overlap; NCCL changes its protocol with the size. So the price at a
+size goes through the measured times (benchmarks/uneven_collectives.py).
 """
 
 from __future__ import annotations
@@ -14,13 +13,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 LEAST = 1e-3
 """A factor below this is a measurement that saw no cost at all; factors are averaged as logarithms."""
-
-MOST_PAIRS = 64
-"""Of which `behind` counts the beginnings."""
 
 
 class DirectCurve:
@@ -76,16 +71,3 @@ class Bend:
     def _factor(self, fraction: float) -> float:
         logs = [math.log(curve.factor(self.whole_bytes * fraction)) for curve in self.curves]
         return math.exp(sum(logs) / len(logs))
-
-
-@cache
-def behind(pairs: int) -> float:
-    """Over gloo: which part of what goes through a port one way the other way waits for, where so many pairs of devices
-    talk through it, and messages are long. The ways of a pair take turns, and it is open which begins.
-
-    Where k >= n/2 of n begin with one way, that way's first messages take n - k alone and n (2k - n)/k beside those of
-    the others, and their answers take k: n (3 - n/k) in all, instead of n. This is the mean over all beginnings.
-    """
-    n = min(pairs, MOST_PAIRS)
-    extra = sum(math.comb(n, k) * (2 - n / max(k, n - k)) for k in range(n + 1))
-    return float(extra / 2**n)

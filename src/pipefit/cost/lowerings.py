@@ -4,8 +4,8 @@
 - `grouped`: one broadcast for every part, or one reduce for every part of a sum, of its own size. NCCL launches them
   together and sends each part along the ring, so that a hop carries every part but one; gloo's broadcasts are binomial
   trees, its reduces a ring and a gather to the root (gloo/broadcast.cc, gloo/reduce.cc).
-- `alltoallv`: everyone sends everyone what it needs, straight and all at once (gloo/alltoallv.cc; NCCL's point-to-point
-  pairs).
+- `alltoallv`: everyone sends everyone what it needs, straight and all at once (NCCL's point-to-point pairs; over gloo
+  `run/comms.py`).
 
 The price of a tensor is a constant and a sum over rounds of the busiest port's load, which is linear in the parts. So
 the same figures price a program for given parts and bound them in a linear program. Where `pipefit profile` measured an
@@ -16,7 +16,7 @@ operation, factors multiply latency and bytes: of padding those of its ring, els
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +26,7 @@ import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.curves import collective_curves
-from pipefit.cost.direct import Bend, DirectCurve, behind
+from pipefit.cost.direct import Bend, DirectCurve
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import CollectiveTime
 from pipefit.cost.types import Array
@@ -187,18 +187,17 @@ class Lowerings:
         if operation == "all_to_all":
             return self._exchange() if name != "grouped" else self._gathered()
         rounds = self._messages(operation, name)
-        turns = name == "alltoallv" and self.network.over_gloo
         steps = sum(self._latency_s(messages) for messages, _ in rounds)
         if len(rounds) == 1:
             steps *= self.size - 1
-        return steps, Rounds(*(share * self._loads(messages, (self.size,), turns) for messages, share in rounds))
+        return steps, Rounds(*(share * self._loads(messages, (self.size,)) for messages, share in rounds))
 
     def _exchange(self) -> tuple[float, Rounds]:
         """All-to-all between two cuts: the part of one, of the part of the other."""
         pairs = list(itertools.permutations(range(self.size), 2))
         carried = [(i, j, (i, j)) for i, j in pairs]
         steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
-        return steps, Rounds(self._loads(carried, (self.size, self.size), self.network.over_gloo))
+        return steps, Rounds(self._loads(carried, (self.size, self.size)))
 
     def _gathered(self) -> tuple[float, Rounds]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
@@ -230,34 +229,18 @@ class Lowerings:
         ends = {(i, j) for i, j, _ in messages}
         return max((self.network.link(self.rings[0][i], self.rings[0][j]).latency_s for i, j in ends), default=0.0)
 
-    def _loads(
-        self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...], turns: bool = False
-    ) -> Array:
+    def _loads(self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]) -> Array:
         """[port, position] or [port, position, position]: seconds that a byte of what each message carries keeps a port
-        busy. `turns`: two ways take turns, as over gloo, where what asks for a message goes behind those that are on
-        their way: all of both between two devices, and through a port that all share a part of the other way."""
+        busy."""
         load: dict[Port, Array] = defaultdict(lambda: np.zeros(shape))
-        messages: Counter[Port] = Counter()
         for i, j, part in carried:
-            for port, seconds in self._ports(i, j, turns):
-                load[port][part] += seconds
-                messages[port] += 1
-        for out in [port for port in load if turns and port[0] == "host out"]:
-            into = "host in", out[1], out[2]
-            if into in load:
-                share = behind(messages[out])
-                load[out], load[into] = load[out] + share * load[into], load[into] + share * load[out]
+            for ring in self.rings:
+                if max(i, j) >= len(ring):  # a smaller group beside
+                    continue
+                link = self.network.link(ring[i], ring[j])
+                for port, seconds in self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s):
+                    load[port][part] += seconds
         return _stack(load.values(), shape)
-
-    def _ports(self, i: int, j: int, turns: bool) -> Iterable[tuple[Port, float]]:
-        """What a byte from i to j keeps busy."""
-        for ring in self.rings:
-            if max(i, j) >= len(ring):  # a smaller group beside
-                continue
-            link = self.network.link(ring[i], ring[j])
-            if turns:
-                yield ("pair", *sorted((ring[i], ring[j]))), 1.0 / link.bandwidth_bytes_per_s  # type: ignore[misc]
-            yield from self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s)
 
 
 def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: Sequence[int]) -> CollectiveTime:

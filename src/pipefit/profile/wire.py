@@ -14,7 +14,7 @@ from pipefit.cost.lowerings import DIRECT
 from pipefit.profile.board import Board
 from pipefit.profile.links import TINY, Outcome
 from pipefit.profile.tournament import Pair
-from pipefit.run.comms import all_gather, reduce_scatter
+from pipefit.run.comms import all_gather, exchange, reduce_scatter
 from pipefit.run.shard_parts import GATHERS, SCATTERS, ShardContext
 
 MOST_BYTES = 8 * 2**20
@@ -137,7 +137,7 @@ class Wire:
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "all_gather": lambda: all_gather(whole, part, group).wait(),
             "reduce_scatter": lambda: reduce_scatter(part, whole, group).wait(),
-            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+            "all_to_all": lambda: exchange(other, whole, lengths, lengths, group),
             "broadcasts": lambda: GATHERS["grouped"](part, lengths, context),
             "reduces": lambda: SCATTERS["grouped"](whole, lengths, context),
         }

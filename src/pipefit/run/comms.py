@@ -92,11 +92,32 @@ def all_gather(flat: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
     return call(flat, part, group=group, async_op=True)
 
 
-def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any) -> Any:
-    """`sent[i]` to rank i of the group, whose `sent[own rank]` becomes `received[i]`, started."""
+def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+    """`sent[i]` to rank i of the group, whose `sent[own rank]` becomes `received[i]`."""
     require_even(received, sent[0], group)
     require_even(sent, received[0], group)
-    return dist.all_to_all_single(received, sent, group=group, async_op=True)
+    exchange(received, sent, [1] * len(received), [1] * len(sent), group)
+
+
+def exchange(
+    received: torch.Tensor, sent: torch.Tensor, received_lengths: list[int], sent_lengths: list[int], group: Any
+) -> None:
+    """Pieces of `sent` along its first dimension to the ranks of the group, theirs into the pieces of `received`.
+
+    Over gloo every rank asks for all that it wants before it sends anything. In gloo's own all-to-all what asks for a
+    message may go behind one on its way, so that the two ways between two ranks take turns: up to twice as long.
+    """
+    if sent.is_cuda:
+        dist.all_to_all_single(received, sent, received_lengths, sent_lengths, group=group)
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    places, pieces = received.split(received_lengths), sent.split(sent_lengths)
+    places[rank].copy_(pieces[rank])
+    peers = [(rank + step) % size for step in range(1, size)]
+    works = [group.recv([places[peer]], peer, 0) for peer in reversed(peers) if places[peer].numel()]
+    works += [group.send([pieces[peer]], peer, 0) for peer in peers if pieces[peer].numel()]
+    for work in works:
+        work.wait()
 
 
 def require_even(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:

@@ -94,7 +94,7 @@ def exchange_parts(
         for place, piece in zip(sent, pieces, strict=True):
             place[: piece.numel()] = piece.reshape(-1)
         received = torch.empty_like(sent)
-        exchanged(comms.all_to_all(received, sent, context.group).wait)
+        exchanged(lambda: comms.all_to_all(received, sent, context.group))
         found = [place[: size.numel()].view(size) for place, size in zip(received, wanted, strict=True)]
     else:
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
@@ -186,7 +186,7 @@ SCATTERS = {"padded": _scatter_padded, "grouped": _scatter_grouped, "alltoallv":
 def _all_to_all(
     out: torch.Tensor, x: torch.Tensor, out_lengths: list[int], lengths: list[int], context: ShardContext
 ) -> None:
-    exchanged(lambda: dist.all_to_all_single(out, x, out_lengths, lengths, group=context.group))
+    exchanged(lambda: comms.exchange(out, x, out_lengths, lengths, context.group))
 
 
 def _lengths(runs: Sequence[Run]) -> list[int]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipefit.lab.pace import exchanged
 from pipefit.model.graph import Operator
+from pipefit.run import comms
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.moe import ACTIVATIONS, linear, run_experts
 from pipefit.run.shard_parts import ShardContext
@@ -35,7 +35,7 @@ class _Exchange(torch.autograd.Function):
 
 def exchange(x: torch.Tensor, sent: list[int], received: list[int], shard: ShardContext) -> torch.Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
-    exchanged(lambda: dist.all_to_all_single(out, x.contiguous(), received, sent, group=shard.group))
+    exchanged(lambda: comms.exchange(out, x.contiguous(), received, sent, shard.group))
     return out
 
 

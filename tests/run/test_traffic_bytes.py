@@ -1,0 +1,96 @@
+"""What the report counts on the links is what processes really send: every pair of devices, by the kernel's counters.
+
+Programs that gather parameters, gather factors, send tokens to experts and turn splits, on three devices with uneven
+shares, so that rings have a direction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import pytest
+import torch.distributed as dist
+import worker_cases as cases
+import worker_plans as plans
+from sockets import received_bytes
+from test_worker_gathered import gathered
+
+from pipefit.cluster import local
+from pipefit.cost.network import Network
+from pipefit.plan.predict import simulate_plan
+from pipefit.show.traffic import step_traffic
+
+pytestmark = pytest.mark.gloo
+
+
+def count_step(plan, model, vocabulary):
+    """What came on every connection of this rank in one step, after one to make the connections."""
+    worker = cases.build(plan, model)
+    group = cases.group_of(worker)
+    cases.train(worker, plan, vocabulary, range(1))
+    dist.barrier(group)
+    before = received_bytes()
+    cases.train(worker, plan, vocabulary, range(1, 2))
+    dist.barrier(group)
+    return {ends: size - before.get(ends, 0) for ends, size in received_bytes().items()}
+
+
+def sent(pool, plan, name):
+    """(source, target) -> bytes of one step, by rank."""
+    pool.run(cases.prepare, [(plan, plans.model(name))], ranks=8)
+    counts = pool.run(count_step, plan, plans.model(name), plans.VOCABULARY, ranks=len(plan.devices))
+    rank_of = {own: rank for rank, found in enumerate(counts) for own, _ in found}
+    pairs: dict[tuple[int, int], int] = defaultdict(int)
+    for rank, found in enumerate(counts):
+        for (_, other), size in found.items():
+            if rank_of.get(other, rank) != rank:
+                pairs[rank_of[other], rank] += size
+    return pairs
+
+
+def counted(plan, name):
+    """The same as the report counts it."""
+    cluster = local(8)
+    work = simulate_plan(plan, plans.model(name), cluster).work
+    return step_traffic(work, Network(cluster), plan.order.microbatches).totals()
+
+
+def factors(recipe):
+    """A recipe whose MLP gathers the factors of its weights' gradients instead of its weights."""
+    return re.sub(r"mlp\.\w+\.weight:G0>I/\S+ d0", "d0*", recipe)
+
+
+HEADERS = 60_000
+"""Bytes of gloo's own words between two ranks, and of what is not counted: barriers, the norm, the loss."""
+
+
+def agree(found, wanted, slack):
+    """Every pair, in its direction: no less than counted, and little more."""
+    assert set(wanted) <= set(found)
+    for pair, size in found.items():
+        counted_bytes = wanted.get(pair, 0.0)
+        assert (1 - slack) * counted_bytes <= size <= (1 + slack) * counted_bytes + HEADERS, pair
+
+
+def test_gathered_parameters_factors_and_turned_splits(gloo_pool):
+    """On a ring of three. Between the two plans nothing else differs, so that the headers cancel out."""
+    words_of, seen, said = [], [], []
+    for edit in (str, factors):
+        plan, words = gathered("wide", shares=(2, 1, 1), edit=edit)
+        words_of.append(words)
+        seen.append(sent(gloo_pool, plan, "wide"))
+        said.append(counted(plan, "wide"))
+        agree(seen[-1], said[-1], 0.01)
+    assert any(word.endswith(">I/padded+alltoallv") and ".weight:" in word for word in words_of[0])
+    assert "d0*" in words_of[1] and any(word.partition("/")[0].endswith("G0>G2") for word in words_of[1])
+    for pair, size in said[0].items():
+        assert seen[0][pair] - seen[1][pair] == pytest.approx(size - said[1][pair], rel=0.06)
+    assert max(said[0].values()) > 5 * min(said[0].values()), "the ring goes round one way"
+
+
+def test_tokens_that_go_to_their_experts(gloo_pool):
+    """Prices and counts take routing to be balanced."""
+    plan, words = gathered("mixtral")
+    assert "experts0" in words
+    agree(sent(gloo_pool, plan, "mixtral"), counted(plan, "mixtral"), 0.1)
