@@ -113,3 +113,12 @@ def test_layers_applied_again_add_up_their_gradients():
     wanted = reference(one, inputs)
     state = {name: parameter.detach() for name, parameter in one.module.named_parameters()}
     compare(run_whole(None, 0, model, (), (), state, feed_of(model, inputs), 5), wanted)
+
+
+class Bare(nn.Module):
+    def forward(self, numbers: Tensor) -> Tensor:
+        return torch.tanh(numbers).square().sum()
+
+
+def test_a_model_without_parameters_is_one_layer():
+    assert layers_of(capture_whole(Example(module=Bare(), inputs={"numbers": torch.zeros(2, 3)}))) == [("model", 0)]

@@ -91,7 +91,9 @@ _POINTWISE = """
     leaky_relu lerp log log10 log1p log2 log_sigmoid logical_and logical_not logical_or logical_xor lt masked_fill
     maximum minimum mish mul ne neg ones_like pow reciprocal relu relu6 remainder round rsqrt rsub selu
     sigmoid sign silu sin sinh softplus sqrt square sub tan tanh threshold to trunc type_as where xlogy zeros_like
+    binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss smooth_l1_loss
 """
+"""The losses are those of every element: capture adds them up by itself."""
 
 _TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]] = {
     **{f"aten.{name}": _pointwise for name in _POINTWISE.split()},

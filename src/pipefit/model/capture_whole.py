@@ -88,7 +88,7 @@ def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> 
     """forward(values) -> the loss."""
     from torch import nn
 
-    class Whole(nn.Module):  # type: ignore[misc]
+    class Loss(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = module
@@ -100,7 +100,7 @@ def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> 
                 return example.loss(self.model(**given), labels)
             return _loss_in(self.model(**given), module)
 
-    return Whole()
+    return Loss()
 
 
 def _loss_in(result: Any, module: nn.Module) -> Any:
@@ -147,8 +147,15 @@ def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Te
         raise Unconvertible(export_reason(error, example.module)) from error
     if program.graph_signature.buffers_to_mutate:
         changed = next(iter(program.graph_signature.buffers_to_mutate.values()))
-        raise Unconvertible(f"it changes the buffer {changed.removeprefix('model.')} in its forward")
+        raise Unconvertible(_changes_buffer(example.module, changed.removeprefix("model.")))
     return _converted(program, example, names, tensors, dtype, buffers)
+
+
+def _changes_buffer(module: nn.Module, name: str) -> str:
+    """The reason why a buffer that forward changes keeps the model from being captured."""
+    owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+    reason = f"it changes the buffer {name} in its forward ({owner})"
+    return f"{reason}: running statistics over rows; use GroupNorm or LayerNorm" if "BatchNorm" in owner else reason
 
 
 HARMLESS = ("relu_", "silu_", "detach_", "dropout_")
@@ -294,7 +301,7 @@ def _check_loss(graph: Graph, means: set[str]) -> None:
             "The loss is made of means: over rows that are spread over devices and microbatches, a mean is no sum.",
             where=averaged.source if averaged else made[name].source if name in made else "loss",
             seen=f"{len(means) + (averaged is not None)} mean(s) within a loss",
-            allowed="one mean, or a sum: cross_entropy(...), mse_loss(...), or with reduction='sum'",
+            allowed="one mean, or a sum: cross_entropy(...), mse_loss(...), x.mean(), or with reduction='sum'",
             next_step="leave the other terms of the loss out, or write all of it as a sum",
         )
 

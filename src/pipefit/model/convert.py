@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.model import convert_any, convert_compute, convert_shape
+from pipefit.model import convert_any, convert_compute, convert_losses, convert_shape
 from pipefit.model.convert_emitter import CONVERTERS, Emitter, Unconvertible, is_number, line_of
 
 __all__ = ["Emitter", "Unconvertible", "convert"]
 
-REGISTERED_BY = (convert_compute, convert_shape)
-"""The modules whose import fills `CONVERTERS`."""
+REGISTERED_BY = (convert_compute, convert_losses, convert_shape)
+"""The modules whose import fills `CONVERTERS` and `convert_any.ANY`."""
 
 _IGNORED = {
     "aten._assert_tensor_metadata",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipefit.errors import ModelError
 from pipefit.model.aten_splits import splits
 from pipefit.model.convert_emitter import Converter, Emitter, Unconvertible, is_causal, is_number, line_of
 
@@ -49,8 +50,8 @@ def call_as_it_is(emitter: Emitter, node: Any, base: str, reason: Unconvertible)
     if target._schema.is_mutable:
         raise Unconvertible(f"{base} changes a tensor in place{line_of(node)}") from reason
     inputs: list[str] = []
-    arguments = [_written(emitter, item, inputs) for item in node.args]
-    keywords = {name: _written(emitter, item, inputs) for name, item in node.kwargs.items() if name not in _DROPPED}
+    arguments = [written(emitter, item, inputs) for item in node.args]
+    keywords = {name: written(emitter, item, inputs) for name, item in node.kwargs.items() if name not in _DROPPED}
     call = {"target": str(target), "arguments": arguments, "keywords": keywords}
     several = isinstance(node.meta["val"], (list, tuple))
     if not several:
@@ -75,10 +76,10 @@ def _called(emitter: Emitter, node: Any, value: Any, call: Mapping[str, Any], in
     return emitter.emit("aten", inputs, shape, str(attributes["dtype"]), attributes)
 
 
-def _written(emitter: Emitter, item: Any, inputs: list[str]) -> Any:
+def written(emitter: Emitter, item: Any, inputs: list[str]) -> Any:
     """An argument as JSON; values are appended to `inputs`."""
     if isinstance(item, (list, tuple)):
-        return [_written(emitter, each, inputs) for each in item]
+        return [written(emitter, each, inputs) for each in item]
     if hasattr(item, "meta"):
         value = item.meta["val"]
         if is_number(value):
@@ -167,45 +168,16 @@ def _embedding(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str
     return emitter.like(node, "embedding", (emitter.value(tokens), emitter.value(weight)), attributes)
 
 
-@of_any("aten.cross_entropy_loss", "aten.nll_loss_nd", "aten.nll_loss")
-def _cross_entropy(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    """The sum; where the model takes the mean, the run divides by the labels of the step."""
-    logits, labels = args[:2]
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, args[2:], strict=False)), **kwargs}
-    if "nll" in str(node.target):
-        if not str(logits.target).startswith("aten.log_softmax") or emitter.dim(logits, logits.args[1]) != 1:
-            raise Unconvertible(f"a negative log-likelihood of something else than log_softmax{line_of(node)}")
-        logits = logits.args[0]
-    if given.get("weight") is not None or given.get("label_smoothing"):
-        raise Unconvertible(f"cross-entropy with class weights or label smoothing{line_of(node)}")
-    if given.get("reduction", 1) == 0 or emitter.dtype(labels) != "int64":
-        raise Unconvertible(f"cross-entropy without a sum, or of probabilities{line_of(node)}")
-    value, shape = emitter.value(logits), emitter.shape(logits)
-    if len(shape) > 2:  # classes are dimension 1
-        dims = [0, *range(2, len(shape)), 1]
-        value = emitter.emit(
-            "transpose", (value,), tuple(shape[dim] for dim in dims), emitter.dtype(logits), {"dims": dims}
+@of_any("aten.batch_norm")
+def _batch_norm(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    if args[5]:
+        raise ModelError(
+            "Batch norm brings rows together, which are spread over devices and microbatches.",
+            where=line_of(node).removeprefix(", at ") or emitter.source,
+            seen=f"{emitter.source}: statistics over the rows of a batch",
+            allowed="norms within a row: GroupNorm, LayerNorm",
         )
-    ignore = int(given.get("ignore_index", -100))
-    name = emitter.emit("cross_entropy", (value, emitter.value(labels)), (), "float32", {"ignore_index": ignore})
-    if given.get("reduction", 1) == 1:
-        emitter.means.add(name)
-    return name
-
-
-@of_any("aten.mse_loss")
-def _mse_loss(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
-    shape = emitter.shape(args[0])
-    if reduction == 0 or shape != emitter.shape(args[1]):
-        raise Unconvertible("mse_loss")
-    apart = emitter.like(args[0], "sub", (emitter.value(args[0]), emitter.value(args[1])))
-    square = emitter.like(args[0], "mul", (apart, apart))
-    name = emitter.like(node, "sum", (square,), {"dims": list(range(len(shape))), "keepdim": False})
-    if reduction == 1:
-        emitter.means.add(name)
-    return name
+    raise Unconvertible("called as it is")
 
 
 @of_any("aten.scaled_dot_product_attention")

@@ -164,6 +164,7 @@ def line_of(node: Any) -> str:
     lines = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
     ]
+    lines = [line for line in lines if "/pipefit/model/" not in line and "/torch/nn/" not in line]
     if not lines:
         return ""
     file, line = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]

@@ -163,7 +163,20 @@ def _part(emitter: Emitter, x: Any, dim: int, start: int, stop: int) -> str:
     return emitter.emit("slice", (emitter.value(x),), cut, emitter.dtype(x), attributes)
 
 
+def _broadcast(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Tensors in the shape that all of them have together."""
+    found = []
+    for item in args[0]:
+        shape = tuple(emitter.size(size) for size in node.meta["val"][0].shape)
+        name = emitter.value(item)
+        if emitter.shape(item) != shape:
+            name = emitter.emit("expand", (name,), shape, emitter.dtype(item), {"shape": list(shape)})
+        found.append(name)
+    return found
+
+
 SPLITTERS: dict[str, Splitter] = {
+    "aten.broadcast_tensors": _broadcast,
     "aten.chunk": _split,
     "aten.split": _split,
     "aten.split_with_sizes": _split,

@@ -24,13 +24,13 @@ WHOLE = "model"
 
 def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
     """(the chain, its graphs by hash). Parameters keep their names in the model as global ones."""
-    shared = _made_anywhere(graph)
+    shared = _made_anywhere(graph) if graph.parameters else {}
     parts = _joined(_pieces(graph, shared))
     layers: list[Layer] = []
     graphs: dict[str, Graph] = {}
     known: dict[str, str] = {}
-    names = _unique([part.name or ("head" if part is parts[-1] else "part") for part in parts])
-    names = names if len(parts) > 1 else [WHOLE]
+    names = [part.name or ("head" if part is parts[-1] else "front" if part is parts[0] else "part") for part in parts]
+    names = _unique(names) if len(parts) > 1 else [WHOLE]
     takes = ""
     for part, name in zip(parts, names, strict=True):
         made, parameters = _layer_graph(graph, shared, part, takes)
@@ -88,7 +88,7 @@ def _pieces(graph: Graph, shared: Mapping[str, Operator]) -> list[_Part]:
         alive |= {name for name in operator.outputs if name in last}
         alive -= {name for name in operator.inputs if last.get(name) == place}
         end = place == len(chain) - 1
-        if end or (len(alive) == 1 and _passes(tensors[next(iter(alive))])):
+        if end or (specs and len(alive) == 1 and _passes(tensors[next(iter(alive))])):
             piece = _Part(chain[begun : place + 1], graph.outputs[0] if end else next(iter(alive)))
             read = {name for each in piece.operators for name in each.inputs}
             piece.parameters = [specs[name] for name in specs if name in read]
@@ -125,14 +125,12 @@ def _without_empty(pieces: Sequence[_Part]) -> list[_Part]:
     kept: list[_Part] = []
     waiting: list[Operator] = []
     for place, piece in enumerate(pieces):
-        if piece.parameters:
+        if piece.parameters or len(pieces) == 1:
             piece.operators = [*waiting, *piece.operators]
             waiting = []
             kept.append(piece)
             continue
         after = next((one for one in pieces[place + 1 :] if one.parameters), None)
-        if after is None and not kept:
-            raise AssertionError("a model without parameters")
         if after is None or (kept and not waiting and (not kept[-1].key or after.key)):
             _append(kept[-1], piece)
         else:
