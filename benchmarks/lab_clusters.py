@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lab_runs import CLUSTERS
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
@@ -23,6 +24,9 @@ SLOW, QUICK = 2e6, 5e6
 
 TOGETHER = 20e6
 """Of hosts whose devices run programs together."""
+
+NEAR, BETWEEN = 40e6, 1e6
+"""Inside an island and between two: 400 and 10 Gbit/s, scaled."""
 
 FLOPS = 1.0e9
 MB = 10**6
@@ -86,6 +90,7 @@ def clusters() -> dict[str, LabFile]:
             ),
         ),
     } | {
+        "islands": islands(),
         "half-2.5": half("half-2.5", 2.5, skewed(4)),
         "half-1.8": half("half-1.8", 1.8, skewed(4)),
         "links-only": lab("links-only", ["fast"] * 4, skewed(4), {"fast": FLOPS}),
@@ -103,6 +108,16 @@ def clusters() -> dict[str, LabFile]:
 def even_links(hosts: int) -> list[list[float]]:
     """All hosts reach each other alike, and fast enough that a group of all devices may share its layers."""
     return [[0.0 if a == b else TOGETHER for b in range(hosts)] for a in range(hosts)]
+
+
+def islands() -> LabFile:
+    """Two islands of a fast device and three slow ones, 4:1: quick links inside, slow ones between. Devices whose rate
+    saturates early, as that of large ones does against the tokens of a microbatch."""
+    matrix = [[0.0 if a == b else NEAR if a // 2 == b // 2 else BETWEEN for b in range(4)] for a in range(4)]
+    rates = {"fast": 0.28 * FLOPS, "slow": 0.07 * FLOPS}
+    made = lab("islands", ["fast", "slow"] * 2, matrix, rates, devices=(1, 3, 1, 3))
+    tables = {kind: replace(table, knee_tokens=6.0) for kind, table in made.devices.items()}
+    return replace(made, devices=tables)
 
 
 def half(
@@ -132,7 +147,7 @@ def lab(
     matrix: Sequence[Sequence[float]],
     flops_per_s: Mapping[str, float],
     *,
-    devices: int = 2,
+    devices: int | Sequence[int] = 2,
     ports: Mapping[str, Port] | None = None,
     uplinks: tuple[Uplink, ...] = (),
     memory_bytes: Mapping[str, int] | None = None,
@@ -140,6 +155,7 @@ def lab(
     """Hosts of these kinds joined by one network. The planner sees nothing of `devices`' tables, ports and uplinks.
     `memory_bytes` of each kind, where it is to be scarce."""
     count = len(hosts)
+    each = [devices] * count if isinstance(devices, int) else devices
     cluster = Cluster(
         name=name,
         kinds={
@@ -152,7 +168,7 @@ def lab(
             for kind, rate in flops_per_s.items()
         },
         links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=INSIDE)},
-        hosts=tuple(Host(name=f"host{h}", kind=kind, devices=devices, link="inside") for h, kind in enumerate(hosts)),
+        hosts=tuple(Host(name=f"host{h}", kind=kind, devices=each[h], link="inside") for h, kind in enumerate(hosts)),
         rails=(
             Rail(
                 name="network",

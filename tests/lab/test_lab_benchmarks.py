@@ -236,6 +236,22 @@ def test_quick_contention(tmp_path: Path) -> None:
     assert f"{result['errors']['simulator']['mean_error']:.1%}" in done.stdout
 
 
+@needs_lab
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_quick_shares(tmp_path: Path) -> None:
+    """Devices that are alike get equal shares, so that all three plans take the same."""
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "spmd_lab.py"), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (lab,) = json.loads(out.read_text())["labs"]
+    assert lab["devices"] == 4 and lab["gain_predicted"] == pytest.approx(1.0, rel=0.01)
+    assert lab["plans"]["ours"]["decisions"]["shards"] == "1:1:1:1"
+    assert all(0 < plan["communication"] < 1 and plan["measured_s"] > 0.05 for plan in lab["plans"].values())
+    assert f"{lab['gain']:.2f}x over equal shares" in done.stdout
+
+
 def test_the_committed_comparison_reaches_its_targets_and_is_quoted() -> None:
     from contention import LABS, SIMULATOR, errors_of, reached
 
@@ -300,3 +316,19 @@ def test_quick_uneven_collectives(tmp_path: Path) -> None:
     assert [case["best"] for case in lab["cases"]] == [
         {"measured": how, "predicted": how} for how in ("padded", "alltoallv")
     ]
+
+
+@needs_lab
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_quick_synthesized_stages(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "synthesized_stages.py"), "--quick", "--steps", "1", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (lab,) = json.loads(out.read_text())["labs"]
+    plans = lab["plans"]
+    assert {"ours", "pipeline", "program"} <= {*plans}
+    assert all(one["shares"] == [1] for one in plans["pipeline"]["groups"]) and len(plans["program"]["groups"]) == 1
+    assert plans["ours"]["predicted_s"] <= min(one["predicted_s"] for one in plans.values()) * (1 + 1e-6)
+    assert all(one["measured_s"] > lab["bound_s"] / 2 for one in plans.values())
