@@ -16,6 +16,9 @@ from pipefit.cost.network import Network, RingTime
 
 Rings = Sequence[Sequence[int]]
 
+Way = Sequence[tuple[Rings, int, RingTime]]
+"""The levels of one pass: their rings, what of the tensor each divides by, and one step of them."""
+
 
 def all_gather_s(network: Network, rings: Rings, total_bytes: float) -> float:
     """Seconds until every device of every ring has all `total_bytes`."""
@@ -38,21 +41,39 @@ def all_reduce_s(network: Network, rings: Rings, total_bytes: float) -> float:
 
 def _one_way_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
     """One pass, flat or in two levels."""
-    return sum(_pass_s(network, operation, *level) for level in levels(network, operation, rings, total_bytes))
+    return _way_s(_fastest(network, operation, rings, total_bytes), total_bytes)
 
 
 def levels(network: Network, operation: str, rings: Rings, total_bytes: float) -> list[tuple[Rings, float]]:
     """(rings, bytes of the whole tensor on each) of what one pass goes through, one after the other: the rings
     themselves, or rings inside hosts and rings between them, whichever is faster. An all-reduce is two passes."""
-    flat = [(rings, total_bytes)]
+    return [(each, total_bytes / parts) for each, parts, _ in _fastest(network, operation, rings, total_bytes)]
+
+
+def _fastest(network: Network, operation: str, rings: Rings, total_bytes: float) -> Way:
+    """The levels of one pass. What does not depend on the bytes is worked out once for rings."""
+    key = operation, tuple(map(tuple, rings))
+    if key not in network.ways:
+        network.ways[key] = tuple(
+            [(each, parts, _ring_time(network, operation, each)) for each, parts in way]
+            for way in _ways(network, rings)
+        )
+    return min(network.ways[key], key=lambda way: _way_s(way, total_bytes))
+
+
+def _way_s(way: Way, total_bytes: float) -> float:
+    return sum(time.pass_s(total_bytes / parts) for _, parts, time in way)
+
+
+def _ways(network: Network, rings: Rings) -> list[list[tuple[Rings, int]]]:
+    """The rings as they are, and in two levels where that can be; each level with what of the tensor it divides by."""
+    flat: list[tuple[Rings, int]] = [(rings, 1)]
     if network.over_gloo:
-        return flat
+        return [flat]
     inside, between, parts = _levels(network, rings)
     if between is None or inside is None:
-        return flat
-    two: list[tuple[Rings, float]] = [(between, total_bytes / parts), (inside, total_bytes)]
-    flat_s, two_s = (sum(_pass_s(network, operation, *level) for level in each) for each in (flat, two))
-    return flat if flat_s <= two_s else two
+        return [flat]
+    return [flat, [(between, parts), (inside, 1)]]
 
 
 def ring_of(network: Network, operation: str, rings: Rings) -> RingTime:
@@ -66,10 +87,10 @@ def passes_backwards(network: Network, operation: str) -> bool:
     return network.over_gloo and operation in ("all_reduce", "reduce_scatter")
 
 
-def _pass_s(network: Network, operation: str, rings: Rings, total_bytes: float) -> float:
+def _ring_time(network: Network, operation: str, rings: Rings) -> RingTime:
     ring = ring_of(network, operation, rings)
     latency, per_byte = network.collective_factors(operation, network.inside(rings))
-    return RingTime(ring.hops, ring.latency_s * latency, ring.s_per_byte * per_byte).pass_s(total_bytes)
+    return RingTime(ring.hops, ring.latency_s * latency, ring.s_per_byte * per_byte)
 
 
 def _levels(network: Network, rings: Rings) -> tuple[list[list[int]] | None, list[list[int]] | None, int]:

@@ -8,9 +8,11 @@ Gallager 1992, 6.5.2). The simulator does the sharing (`schedule/fluid.py`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipefit.cost.collectives import levels, passes_backwards
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
@@ -19,7 +21,8 @@ from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.table import (
     StageCost,
     action_tables,
-    edge_cost,
+    alike,
+    edge_times,
     replica_rings,
     shard_rings,
     slice_places,
@@ -47,10 +50,24 @@ class _Load:
     queue: Port | None
 
 
-def with_contention(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
-    """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`."""
-    works = _pipelines(work)
-    tables = _each_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,)
+class Pipelines(NamedTuple):
+    """Replicas that go at their own pace, one after the other; or all of them as one."""
+
+    works: Sequence[PipelineWork]
+    tables: tuple[CostTable, ...]
+    "The times of each, were it alone."
+
+
+def with_contention(
+    costs: CostTable,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    alone: Pipelines | None = None,
+) -> CostTable:
+    """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`, `alone` what
+    `pipelines` says, where that is known."""
+    works, tables = alone or pipelines(costs, work, network, layers)
     loads: dict[FlowKey, _Load] = {}
     for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
         for index, edge in enumerate(one.edges):
@@ -66,6 +83,12 @@ def with_contention(costs: CostTable, work: PipelineWork, network: Network, laye
     for index, stage in enumerate(work.stages):
         loads |= _collectives(index, stage, work, network, costs)
     return replace(costs, contention=_numbered(tables, loads))
+
+
+def pipelines(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> Pipelines:
+    """Every pipeline by itself; `costs` is that of all of them."""
+    works = _pipelines(work)
+    return Pipelines(works, _each_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,))
 
 
 def _pipelines(work: PipelineWork) -> list[PipelineWork]:
@@ -123,7 +146,7 @@ def _each_alone(
 ) -> tuple[CostTable, ...]:
     """The times of every pipeline of `work`. Those of stages on devices of the same kinds, with as many rows and the
     same rings beside them, are worked out once."""
-    beside = [_beside(stage, network) for stage in work.stages]
+    beside, keys = [_beside(stage, network) for stage in work.stages], [alike(stage, network) for stage in work.stages]
     places = [slice_places(stage.slices) for stage in work.stages]
     known: dict[object, list[StageCost]] = {}
     actions: dict[tuple[int, ...], Mapping[str, ActionTable]] = {}
@@ -132,26 +155,26 @@ def _each_alone(
         found = []
         for index, (stage, rings) in enumerate(zip(one.stages, beside, strict=True)):
             kinds = tuple(network.kinds[device].name for device in stage.group.devices)
-            key = (index, kinds, stage.rows, rings[k])
+            key = (keys[index], kinds, stage.rows, rings[k])
             if key not in known:
                 known[key] = [
                     stage_cost(stage, tokens, past, one, network, layers, rings[k]) for tokens, past in places[index]
                 ]
             found.append(known[key])
-        alike = tuple(map(id, found))
-        if alike not in actions:
-            actions[alike] = action_tables(found)
-        edges = tuple(edge_cost(edge, network) for edge in one.edges)
-        tables.append(replace(costs, actions=actions[alike], edges=edges))
+        same = tuple(map(id, found))
+        if same not in actions:
+            actions[same] = action_tables(found)
+        edges = tuple(edge_times(edge, network) for edge in one.edges)
+        tables.append(replace(costs, actions=actions[same], edges=edges))
     return tuple(tables)
 
 
 def _beside(stage: StageWork, network: Network) -> list[Rings]:
     """By replica, the shard groups whose collectives slow down its own: its own ones, and those of other replicas that
     use one of their ports, which do the same at about the same time."""
-    rings = shard_rings(stage)
     if stage.group.axis("shard").size == 1:
         return [()] * stage.group.axis("replica").size
+    rings = shard_rings(stage)
     ports = [_ring_ports(ring, network) for ring in rings]
     replica = [stage.group.position(ring[0], "replica") for ring in rings]
     own: list[set[Port]] = [set() for _ in range(stage.group.axis("replica").size)]
@@ -171,6 +194,10 @@ def _transfer(messages: Messages, port_s: float, network: Network) -> _Load | No
     """Messages that start together; None where nothing moves."""
     if port_s <= 0.0:
         return None
+    if len(messages) == 1:
+        source, target, size = messages[0]
+        links = network.loads(source, target, size, network.busy_s(source, target, size))
+        return _Load(dict(links), port_s, size / port_s, network.way(source, target))
     seconds: dict[Port, float] = defaultdict(float)
     queues = set()
     for source, target, size in messages:
@@ -213,32 +240,45 @@ def _hops(
     seconds: dict[Port, float] = defaultdict(float)
     told = 0.0
     for each, level_bytes in levels(network, operation, rings, total_bytes):
-        _, factor = network.collective_factors(operation, network.inside(each))
-        for ring in each:
-            members = sorted(ring, reverse=passes_backwards(network, operation))
-            hop_bytes = passes * (len(ring) - 1) / len(ring) * level_bytes * factor
-            told = told or hop_bytes
-            for source, target in zip(members, (*members[1:], members[0]), strict=True):
-                link_s = hop_bytes / network.link(source, target).bandwidth_bytes_per_s
-                for port, load_s in network.loads(source, target, hop_bytes, link_s):
-                    seconds[port] += load_s
+        factor, loads = _loads_of(network, operation, each)
+        moved = passes * level_bytes * factor
+        told = told or next((len(ring) - 1) / len(ring) * moved for ring in each)
+        for port, load_s in loads:
+            seconds[port] += moved * load_s
     return dict(seconds), told
+
+
+def _loads_of(
+    network: Network, operation: str, rings: Sequence[Sequence[int]]
+) -> tuple[float, list[tuple[Port, float]]]:
+    """(how many bytes the collective moves for one of a plain ring, for how many seconds one pass of plain rings loads
+    every port, a byte of the whole tensor)."""
+    key = operation, tuple(map(tuple, rings))
+    if key not in network.hops:
+        seconds: dict[Port, float] = defaultdict(float)
+        for ring in rings:
+            members = sorted(ring, reverse=passes_backwards(network, operation))
+            part = (len(ring) - 1) / len(ring)
+            for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                link_s = part / network.link(source, target).bandwidth_bytes_per_s
+                for port, load_s in network.loads(source, target, part, link_s):
+                    seconds[port] += load_s
+        _, factor = network.collective_factors(operation, network.inside(rings))
+        network.hops[key] = factor, list(seconds.items())
+    return network.hops[key]
 
 
 def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load]) -> Contention:
     """Ports that several flows use, by number; who is alone on a port has nobody to share it with."""
-    users: dict[Port, int] = defaultdict(int)
-    for load in loads.values():
-        for port in load.seconds:
-            users[port] += 1
+    users = Counter(itertools.chain.from_iterable(load.seconds for load in loads.values()))
     numbers = {port: number for number, port in enumerate(port for port, count in users.items() if count > 1)}
     queues: dict[Port, int] = {}
     flows = {}
     for key, load in loads.items():
-        shared = [(numbers[port], s) for port, s in load.seconds.items() if port in numbers and s > 0.0]
+        shared = [(port, s) for port, s in load.seconds.items() if s > 0.0 and port in numbers]
         flows[key] = Flow(
-            ports=tuple(port for port, _ in shared),
-            use=tuple(min(1.0, s / load.duration_s) for _, s in shared),
+            ports=tuple([numbers[port] for port, _ in shared]),
+            use=tuple([min(1.0, s / load.duration_s) for _, s in shared]),
             bytes_per_s=load.bytes_per_s,
             queue=-1 if load.queue is None else queues.setdefault(load.queue, len(queues)),
         )

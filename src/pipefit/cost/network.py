@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from pipefit.cluster.measured import Sharing
-from pipefit.cluster.topology import SELF, device_count, host_index, kind_of, link_between, rail_index
+from pipefit.cluster.topology import SELF, device_count, link_between, rail_index
 from pipefit.cluster.types import Cluster, DeviceKind, Link, is_processor
 from pipefit.cost.curves import collective_factors, message_time_s, rail_message_time_s
 
@@ -31,6 +33,9 @@ class TransferTime:
     "Until the last one has arrived."
     port_s: float
     "While the busiest port is busy: without the latency."
+
+
+FREE = TransferTime(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +64,20 @@ class Network:
         self.cluster = cluster
         count = device_count(cluster)
         self.devices = count
-        self.host = tuple(host_index(cluster, device) for device in range(count))
+        self.host = tuple(number for number, host in enumerate(cluster.hosts) for _ in range(host.devices))
         self.rail = tuple(rail_index(cluster, device) if cluster.rails else 0 for device in range(count))
-        self.kinds: tuple[DeviceKind, ...] = tuple(kind_of(cluster, device) for device in range(count))
+        self.kinds: tuple[DeviceKind, ...] = tuple(cluster.kinds[cluster.hosts[host].kind] for host in self.host)
         self._links: dict[tuple[int, int, int], Link] = {}
+        self._alone: dict[tuple[int, int, int, float], TransferTime] = {}
+        "Of single messages, by hosts, rail and bytes."
         self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
+        self.ways: dict[object, tuple[Any, ...]] = {}
+        "How the rings of a collective may be gone round: see `cost/collectives.py`."
+        self.hops: dict[object, tuple[float, list[tuple[Port, float]]]] = {}
+        "What they load a byte: see `cost/contention.py`."
         self._factors: dict[tuple[str, bool], tuple[float, float]] = {}
 
-    @property
+    @cached_property
     def over_gloo(self) -> bool:
         """Whether processes talk over gloo: the devices are processors, by their kind or as they were measured."""
         known = self.cluster.provenance.environment
@@ -84,6 +95,17 @@ class Network:
 
     def transfer(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
         """The time of messages (source, target, bytes) that start together. Messages to oneself are free."""
+        if len(messages) != 1:
+            return self._together(messages)
+        source, target, size = messages[0]
+        if source == target:
+            return FREE
+        key = (self.host[source], self.host[target], self.rail[source], size)
+        if key not in self._alone:
+            self._alone[key] = self._together(messages)
+        return self._alone[key]
+
+    def _together(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
         busy: dict[Port, float] = defaultdict(float)
         latency_s = 0.0
         for source, target, size in messages:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -62,16 +63,18 @@ class StageCost(NamedTuple):
 
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
     """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
-    by_kind = [
-        [_stage_costs(stage, tokens, past, work, network, layers) for tokens, past in slice_places(stage.slices)]
-        for stage in work.stages
-    ]
+    keys = [alike(stage, network) for stage in work.stages]
+    of_each: dict[object, list[Mapping[str, StageCost]]] = {}
+    beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
+    for key, stage in zip(keys, work.stages, strict=True):
+        if key not in of_each:
+            places = slice_places(stage.slices)
+            of_each[key] = [_stage_costs(stage, tokens, past, work, network, layers) for tokens, past in places]
+            beside[key] = beside_backward(stage, work, network, layers)
+    by_kind = [of_each[key] for key in keys]
     statics = lane_parts(work)
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
-    hidden = [
-        reduce_hidden_s(stage, once, work, network, layers)
-        for stage, once in zip(work.stages, summed_s.tolist(), strict=True)
-    ]
+    hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
     costs = CostTable(
         actions=action_tables([[_worst_stage(each.values()) for each in row] for row in by_kind]),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
@@ -148,10 +151,16 @@ def reduce_hidden_s(
     stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
 ) -> Mapping[str, float]:
     """Seconds of the stage's reduction (`once_s`) that run beside its last backward, if that is a B or a W."""
-    if not once_s:
+    return _hidden_s(once_s, work, beside_backward(stage, work, network, layers))
+
+
+def _hidden_s(
+    once_s: float, work: PipelineWork, beside: tuple[float, Mapping[str, Sequence[Piece]]]
+) -> dict[str, float]:
+    share, pieces = beside
+    if not once_s or not share:
         return {"B": 0.0, "W": 0.0}
-    share, pieces = beside_backward(stage, work, network, layers)
-    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) if share else 0.0 for kind in ("B", "W")}
+    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) for kind in ("B", "W")}
 
 
 def beside_backward(
@@ -177,6 +186,17 @@ def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
     return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
 
 
+def alike(stage: StageWork, network: Network) -> object:
+    """Equal for stages whose layers cost the same: equal graphs on devices of the same kinds with as many rows. Of
+    stages with a shard axis only for the very devices, whose links count."""
+    own: object = stage.group
+    if stage.group.axis("shard").size == 1:
+        places = zip(stage.group.devices, stage.group.positions("replica").values(), strict=True)
+        own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
+    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute
+
+
+@lru_cache(maxsize=4096)
 def _rings(group: Group, name: AxisName) -> tuple[tuple[int, ...], ...]:
     """The runs of devices that differ along one axis only: all of them, in grid order."""
     rings: dict[tuple[int, ...], list[int]] = {}
@@ -351,9 +371,15 @@ def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTa
 
 
 def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
+    """What moving a tensor takes and holds."""
+    return _with_buffers(edge_times(edge, network), edge)
+
+
+def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
+    """The times of `edge_cost`, without its bytes."""
     ahead = [network.transfer(messages) for messages in edge.forward]
     back = [network.transfer(messages) for messages in edge.backward]
-    times = EdgeCost(
+    return EdgeCost(
         source=edge.source,
         target=edge.target,
         tensor=edge.tensor,
@@ -364,7 +390,6 @@ def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
         forward_bytes=_NONE,
         backward_bytes=_NONE,
     )
-    return _with_buffers(times, edge)
 
 
 _NONE = np.zeros((1, 1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipefit.cost.contention import Pipelines
 from pipefit.cost.types import Array, CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.bounds import Ints
@@ -35,6 +36,7 @@ class Candidate:
     parts: Parts | None = None
     work: PipelineWork | None = None
     costs: CostTable | None = None
+    alone: Pipelines | None = None
 
     @property
     def key_s(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipefit.cost.contention import with_contention
+from pipefit.cost.contention import Pipelines, with_contention
 from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
@@ -19,21 +19,24 @@ from pipefit.plan.outcome import Evaluated
 from pipefit.simulate import simulate
 
 
-def shared_costs(bench: Workbench, work: PipelineWork, costs: CostTable | None = None) -> CostTable:
-    """The cost table of this work (`costs`, if it is known) with what transfers share."""
+def shared_costs(
+    bench: Workbench,
+    work: PipelineWork,
+    costs: CostTable | None = None,
+    alone: Pipelines | None = None,
+) -> CostTable:
+    """The cost table of this work with what transfers share. `costs` and its pipelines `alone`, if they are known."""
     if costs is None:
         costs = cost_table(work, bench.network, bench.layers)
     if costs.contention is not None:
         return costs
-    return with_contention(costs, work, bench.network, bench.layers)
+    return with_contention(costs, work, bench.network, bench.layers, alone)
 
 
-def shared_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
-    """The least simulated time of a lowered schedule of that family under this table with what transfers share, for a
-    chain of stages: that of its slowest pipeline, were it alone."""
-    assert costs.contention is not None, "the table says what is shared"
-    pipelines = costs.contention.pipelines
-    return max(table_bound_s(one, placement, microbatches, schedule) for one in pipelines)
+def alone_bound_s(alone: Pipelines, placement: Sequence[int], microbatches: int, schedule: str) -> float:
+    """The least simulated time of a lowered schedule of that family with what transfers share, for a chain of stages:
+    that of its slowest pipeline, were it alone."""
+    return max(table_bound_s(one, placement, microbatches, schedule) for one in alone.tables)
 
 
 def in_step(one: Evaluated) -> Evaluated:

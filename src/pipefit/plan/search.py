@@ -20,7 +20,9 @@ from operator import le
 from typing import Any
 
 from pipefit.cluster.topology import device_count
+from pipefit.cost.contention import Pipelines, pipelines
 from pipefit.cost.memory_lanes import lane_limits
+from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
@@ -39,7 +41,7 @@ from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
-from pipefit.plan.ports import shared_bound_s, shared_costs
+from pipefit.plan.ports import alone_bound_s, shared_costs
 from pipefit.plan.predict import Simulation
 from pipefit.plan.sliced_bounds import sliced_bound_s
 from pipefit.plan.sliced_panels import Hope, best_sliced, most_promising, sliced
@@ -378,17 +380,20 @@ class _Search:
         self.spent += DEVICE * candidate.decisions.device_count
         candidate.parts = self.bench.parts(self.job, candidate.decisions)
         candidate.work = pipeline_work(candidate.parts, self.bench.programs)
-        candidate.costs = shared_costs(self.bench, candidate.work)
+        network, layers = self.bench.network, self.bench.layers
+        candidate.costs = cost_table(candidate.work, network, layers)
+        candidate.alone = pipelines(candidate.costs, candidate.work, network, layers)
         placement, count = candidate.parts.placement, candidate.decisions.microbatches
-        table_s = shared_bound_s(candidate.costs, placement, count, candidate.decisions.schedule)
+        table_s = alone_bound_s(candidate.alone, placement, count, candidate.decisions.schedule)
         if candidate.decisions.slices:  # what the table adds to the compute of the cut, the guess lacks as well
             candidate.guess_s += max(0.0, table_s - bound_s)
         return max(bound_s, table_s)
 
     def _simulate(self, candidate: Candidate, bound_s: float) -> float | None:
         parts, work, costs = candidate.parts, candidate.work, candidate.costs
+        alone = candidate.alone
         assert parts is not None and work is not None and costs is not None
-        candidate.work = candidate.costs = None
+        candidate.work = candidate.costs = candidate.alone = None
         try:
             computed = computed_schedule(candidate.decisions.schedule, parts, costs)
         except ScheduleError as error:
@@ -400,7 +405,7 @@ class _Search:
         if all(need <= has for need, has in needs):
             self.simulated += 1
             self.spent += actions - actions // ORDER
-            found = simulated(self.bench, decisions, parts, work, costs, computed)
+            found = simulated(self.bench, decisions, parts, work, costs, computed, alone)
             if found.simulation.fits:
                 self.fitting.append(found)
                 self.fitting.sort(key=lambda one: one.rank)
@@ -435,11 +440,18 @@ def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
 
 
 def simulated(
-    bench: Workbench, decisions: Decisions, parts: Parts, work: PipelineWork, costs: CostTable, computed: Schedule
+    bench: Workbench,
+    decisions: Decisions,
+    parts: Parts,
+    work: PipelineWork,
+    costs: CostTable,
+    computed: Schedule,
+    alone: Pipelines | None = None,
 ) -> Evaluated:
-    """Simulate one candidate: its family's order, lowered, under its own costs, with what its transfers share."""
+    """Simulate one candidate: its family's order, lowered, under its own costs, with what its transfers share. `alone`:
+    its pipelines, where they are known."""
     lowered = bench.lowered(parts, decisions, computed, costs)
-    costs = shared_costs(bench, work, costs)
+    costs = shared_costs(bench, work, costs, alone)
     timeline = simulate(lowered, costs)
     cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
     return Evaluated(

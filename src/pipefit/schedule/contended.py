@@ -87,22 +87,32 @@ def copy(graph: TaskGraph, pipelines: int) -> Copies:
     once = np.isin(graph.kind, (REDUCE, GATHER, BARRIER)).astype(np.int64)
     counts = np.where(once == 1, 1, pipelines)
     base = np.concatenate(([0], np.cumsum(counts)))
-    task = np.repeat(np.arange(graph.size), np.diff(graph.pointer))
-    before, what = graph.after // 2, graph.after % 2
+    order = np.argsort(graph.after // 2, kind="stable")
+    task = np.repeat(np.arange(graph.size), np.diff(graph.pointer))[order]
+    before, what = graph.after[order] // 2, graph.after[order] % 2
+    # Each wait stands there as often as the one of both tasks that has more copies. Of a task with copies the waits
+    # that hang on it stand copy by copy.
     many = np.where((once[task] == 1) & (once[before] == 1), 1, pipelines)
-    k = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many, many)
-    entry = np.repeat(np.arange(len(task)), many)
-    target = base[task[entry]] + np.where(once[task[entry]] == 1, 0, k)
-    source = base[before[entry]] + np.where(once[before[entry]] == 1, 0, k)
-    order = np.argsort(source, kind="stable")
-    size = int(base[-1])
+    hanging = np.bincount(before, minlength=graph.size)
+    place = np.arange(len(task)) - (np.cumsum(hanging) - hanging)[before]
+    single = once[before] == 1
+    at = np.cumsum(many) - many - np.where(single, 0, (pipelines - 1) * place)
+    step, first, next_ = np.where(single, 1, hanging[before]), 2 * base[task] + what, np.where(once[task] == 1, 0, 2)
+    then = np.empty(int(many.sum()), dtype=np.int64)
+    then[at] = first
+    several = np.flatnonzero(many > 1)
+    at, step, first, next_ = at[several], step[several], first[several], next_[several]
+    for k in range(1, pipelines):
+        then[at + k * step] = first + k * next_
+    hangs = np.where(once == 1, np.bincount(before, weights=many, minlength=graph.size), hanging)
+    waits = np.where(once == 1, np.bincount(task, weights=many, minlength=graph.size), np.diff(graph.pointer))
     return Copies(
         base=base[:-1],
         once=once,
-        size=size,
-        waits=np.bincount(target, minlength=size),
-        first=np.searchsorted(source[order], np.arange(size + 1)),
-        then=(2 * target + what[entry])[order],
+        size=int(base[-1]),
+        waits=np.repeat(waits.astype(np.int64), counts),
+        first=np.concatenate(([0], np.cumsum(np.repeat(hangs.astype(np.int64), counts)))),
+        then=then,
     )
 
 

@@ -27,7 +27,7 @@ def share(
     none). The rest is scratch space: with an entry a task, `ready` 0, `rate` 1, `finish` and `behind` -1; with an entry
     a port `marked`, `users` 0, `room`, `asked`; with an entry a queue `busy` and `tail` -1.
     """
-    done = depth = waiting = running = stamp = 0
+    done = depth = waiting = running = stamp = 0  # `pending` is a binary heap by (ready, rank)
     for task in range(len(flow)):
         if waits[task] == 0:
             stack[depth] = task
@@ -38,8 +38,15 @@ def share(
             depth -= 1
             task = stack[depth]
             if flow[task] >= 0 and finish[task] < 0.0:
-                pending[waiting] = task
+                at = waiting
                 waiting += 1
+                while at > 0:
+                    other = pending[(at - 1) // 2]
+                    if ready[other] < ready[task] or (ready[other] == ready[task] and rank[other] < rank[task]):
+                        break
+                    pending[at] = other
+                    at = (at - 1) // 2
+                pending[at] = task
                 continue
             if flow[task] < 0:
                 start[task] = ready[task]
@@ -63,17 +70,8 @@ def share(
                 finish[task] == finish[active[best]] and rank[task] < rank[active[best]]
             ):  # fmt: skip
                 best, ends = index, True
-        for index in range(waiting):
-            task = pending[index]
-            if best < 0:
-                sooner = True
-            elif ends:
-                sooner = ready[task] < finish[active[best]]
-            else:
-                other = pending[best]
-                sooner = ready[task] < ready[other] or (ready[task] == ready[other] and rank[task] < rank[other])
-            if sooner:
-                best, ends = index, False
+        if waiting > 0 and (best < 0 or ready[pending[0]] < finish[active[best]]):
+            best, ends = 0, False
         if best < 0:
             return done
         stamp += 1
@@ -100,10 +98,22 @@ def share(
                 users[port[entry]] -= 1
                 crowded = crowded or users[port[entry]] > 0
         else:
-            task = pending[best]
+            task = pending[0]
             now = ready[task]
             waiting -= 1
-            pending[best] = pending[waiting]
+            moved, at = pending[waiting], 0
+            while 2 * at + 1 < waiting:
+                below = 2 * at + 1
+                if below + 1 < waiting:
+                    one, other = pending[below], pending[below + 1]
+                    if ready[other] < ready[one] or (ready[other] == ready[one] and rank[other] < rank[one]):
+                        below += 1
+                other = pending[below]
+                if ready[moved] < ready[other] or (ready[moved] == ready[other] and rank[moved] < rank[other]):
+                    break
+                pending[at] = other
+                at = below
+            pending[at] = moved
             line = queue[flow[task]]
             if line >= 0 and busy[line] >= 0:
                 behind[tail[line]] = task
