@@ -60,3 +60,38 @@ def test_a_users_own_module_is_planned_trained_and_loaded_again(tmp_path, alone)
     verified = CliRunner().invoke(build_app(), ["verify", str(two), "--device", "cpu", "--json"])
     assert verified.exit_code == 0, verified
     assert json.loads(verified.stdout)["fits"]
+
+
+@pytest.fixture(scope="module")
+def without_data(tmp_path_factory) -> Path:
+    """A plan for the example without its data set, beside a file with one that does not fit."""
+    folder = tmp_path_factory.mktemp("without")
+    text = (MODELS / "own_module.py").read_text().replace(", dataset=Stripes())", ")")
+    (folder / "bare.py").write_text(text)
+    (folder / "rows.py").write_text("def flat():\n    return [([0.0] * 256, 1)] * 64\n")
+    return plan(folder / "plan.json", "--local", "1", source=f"{folder / 'bare.py'}:stripes")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("", ["does not say what it is trained on", "bare.py:stripes", "dataset=", "--data FILE.py:FUNCTION"]),
+        ("text.txt", ["fed from a data set, not from text", "text.txt", "FILE.py:FUNCTION"]),
+        ("rows.py:flat", ["does not fit the model's input", "rows.py:flat[0], input", "(256,)", "float (1, 16, 16)"]),
+        ("rows.py:absent", ["The file has no such function", "absent", "flat"]),
+    ],
+)
+def test_data_that_does_not_fit_is_one_error(tmp_path, alone, without_data, data, words):
+    options = ("--data", str(without_data.parent / data)) if data else ()
+    result = CliRunner().invoke(build_app(), train(without_data, tmp_path / "run", *options, steps=1))
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_for_any_length_needs_one():
+    result = CliRunner().invoke(build_app(), ["plan", "--model", "tiny", "--local", "1", "--batch", "4"])
+    text = result.exception.text()
+    assert "number of tokens of a row is not given" in text
+    assert "add --seq 1024" in text

@@ -21,7 +21,7 @@ def command(
         str | None, typer.Option(help="Their shares, such as 2:1; by default the best ones are searched.")
     ] = None,
     batch: int = typer.Option(32, help="Rows of a step."),
-    seq: int = typer.Option(1024, help="Tokens of a row."),
+    seq: int | None = typer.Option(None, help="Tokens of a row: 1024, or what a model captured whole has."),
     microbatches: int = typer.Option(1, help="Microbatches of a step."),
     precision: str = typer.Option("bfloat16", help="bfloat16, float32 or float64."),
     as_json: bool = typer.Option(False, "--json", help="Print the program and its costs as JSON."),
@@ -33,7 +33,7 @@ def command(
     from pipefit.cost.curves import best_costs
     from pipefit.cost.network import Network
     from pipefit.model.registry import open_model
-    from pipefit.plan.length import check_length
+    from pipefit.plan.length import check_length, own_length
     from pipefit.plan.searched import setting_of
     from pipefit.shard.apart import check_apart
     from pipefit.shard.chain import Chains
@@ -44,8 +44,9 @@ def command(
     network = Network(found)
     chosen = _devices(devices, network.devices)
     given = _shares(shares, len(chosen))
-    _check_sizes(batch, seq, microbatches, precision)
     opened = open_model(model)
+    tokens = own_length(opened) or 1024 if seq is None else seq
+    _check_sizes(batch, tokens, microbatches, precision)
     layers = opened.layers
     if len(opened.modules) > 1:
         raise PlanError(
@@ -53,7 +54,7 @@ def command(
             where="--model",
             seen=", ".join(module.name for module in opened.modules),
         )
-    check_length(opened.modules[0], opened, seq, "--seq")
+    check_length(opened.modules[0], opened, tokens, "--seq")
     check_apart(opened)
     setting = setting_of(
         opened,
@@ -61,7 +62,7 @@ def command(
         best_costs(found),
         devices=chosen,
         rows=batch // microbatches,
-        tokens=seq,
+        tokens=tokens,
         precision=precision,  # type: ignore[arg-type]
         microbatches=microbatches,
     )
