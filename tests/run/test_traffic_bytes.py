@@ -49,11 +49,16 @@ def sent(pool, plan, name):
     return pairs
 
 
-def counted(plan, name):
+def traffic_of(plan, name):
     """The same as the report counts it."""
     cluster = local(8)
     work = simulate_plan(plan, plans.model(name), cluster).work
-    return step_traffic(work, Network(cluster), plan.order.microbatches).totals()
+    return step_traffic(work, Network(cluster), plan.order.microbatches)
+
+
+def counted(plan, name):
+    """All of each pair."""
+    return traffic_of(plan, name).totals()
 
 
 def factors(recipe):
@@ -87,6 +92,26 @@ def test_gathered_parameters_factors_and_turned_splits(gloo_pool):
     for pair, size in said[0].items():
         assert seen[0][pair] - seen[1][pair] == pytest.approx(size - said[1][pair], rel=0.06)
     assert max(said[0].values()) > 5 * min(said[0].values()), "the ring goes round one way"
+
+
+def whole(recipe):
+    """A recipe that keeps parameters whole."""
+    return re.sub(r"\S*weight:G\d>I\S* ", "", recipe)
+
+
+def test_whole_parameters_are_reduced_once_an_iteration(gloo_pool):
+    """Twice as many microbatches of half as many rows send the same; reduced in each, gradients would come twice."""
+    seen, said = [], []
+    for microbatches in (2, 4):
+        plan, words = gathered("wide", shares=(1, 1), edit=whole, microbatches=microbatches)
+        assert not any("weight:G" in word for word in words)
+        seen.append(sent(gloo_pool, plan, "wide"))
+        said.append(traffic_of(plan, "wide"))
+        agree(seen[-1], said[-1].totals(), 0.01)
+    for pair, size in seen[0].items():
+        once = said[0].bytes[pair]["reduction"]
+        assert once == said[1].bytes[pair]["reduction"] > 8 * HEADERS
+        assert seen[1][pair] - size < HEADERS
 
 
 def test_tokens_that_go_to_their_experts(gloo_pool):

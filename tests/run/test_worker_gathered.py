@@ -1,21 +1,28 @@
 """A worker whose parameters are stored split and gathered for use (FSDP), and whose experts are split: loss, every
-gradient, the norm, and parameters after some steps are one process's. Uneven shares, float64."""
+gradient, the norm, and parameters after some steps are one process's, also after a checkpoint that another plan reads.
+Uneven shares, float64."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import worker_plans as plans
 from test_worker_exact import cases_of, one_process, reference
+from test_worker_state import interrupted, uninterrupted
 
 from pipefit.cluster import local
 from pipefit.cost.curves import best_costs
 from pipefit.cost.network import Network
+from pipefit.errors import StalePlanError
 from pipefit.layout import parse_form
 from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.check import check_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.searched import setting_of
+from pipefit.run.build import stage_programs
 from pipefit.shard.chain import Chains
 
 pytestmark = pytest.mark.gloo
@@ -25,19 +32,19 @@ BYTE_S = 1e-7
 """What a byte that stays on a device costs in these searches: rows stay split, and parameters are gathered."""
 
 
-def gathered(name, shares=SHARES, edit=lambda recipe: recipe, **decisions):
+def gathered(name, shares=SHARES, edit=lambda recipe: recipe, microbatches=2, **decisions):
     """A plan of one stage that works by rows, and the words of its recipes. `edit` changes a recipe's text."""
     model, cluster, job = plans.model(name), local(8), plans.JOB
     bench = Workbench(model, cluster, name=name)
     setting = setting_of(
-        model, Network(cluster), best_costs(cluster), devices=tuple(range(len(shares))), rows=job.batch // 2,
-        tokens=job.sequence, precision=job.precision, microbatches=2,
+        model, Network(cluster), best_costs(cluster), devices=tuple(range(len(shares))), rows=job.batch // microbatches,
+        tokens=job.sequence, precision=job.precision, microbatches=microbatches,
     )  # fmt: skip
     chains = Chains(model, setting, byte_price_s=BYTE_S, streams=(parse_form("G0"),), tied_whole=True)
     links = chains.search(model.layers, shares)
     recipes = {layer.graph: edit(link.recipe.text) for layer, link in zip(model.layers, links, strict=True)}
     chosen = Decisions(
-        stages=1, microbatches=2, replicas=(1,), sharding="searched", shards=shares, lane_shards=(shares,),
+        stages=1, microbatches=microbatches, replicas=(1,), sharding="searched", shards=shares, lane_shards=(shares,),
         recipes=(bench.programs.add(recipes),), **decisions,
     )  # fmt: skip
     words = [word for text in recipes.values() for word in text.split()]
@@ -67,3 +74,50 @@ def test_parameters_agree_after_some_steps(gloo_pool):
     for parameter, value in wanted["parameters"].items():
         error = np.abs(found["parameters"][parameter] - value).max()
         assert error <= 1e-9 * np.abs(value).max(), f"{parameter}: {error}"
+
+
+RESUMES = {
+    "split, other shares": ("wide", lambda: gathered("wide")[0], lambda: gathered("wide", shares=(1, 2))[0]),
+    "split, then one process": ("wide", lambda: gathered("wide")[0], lambda: plans.plan("wide", microbatches=1)),
+    "replicas, then split": (
+        "wide", lambda: plans.plan("wide", microbatches=2, replicas=(2, 1), zero1=True),
+        lambda: gathered("wide", shares=(1, 1, 1))[0],
+    ),
+    "split, then heads and columns": (
+        "wide", lambda: gathered("wide")[0], lambda: plans.plan("wide", shards=(1, 2), sharding="megatron"),
+    ),
+    "experts, then one process": ("mixtral", lambda: gathered("mixtral")[0], lambda: plans.plan("mixtral")),
+    "one process, then experts": ("mixtral", lambda: plans.plan("mixtral"), lambda: gathered("mixtral")[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESUMES)
+def test_what_was_saved_split_goes_on_in_another_way(gloo_pool, tmp_path, case):
+    """Parameters and the optimizer's state, after two steps under one plan; two more under the other."""
+    name, before, after = RESUMES[case]
+    resumed = interrupted(gloo_pool, tmp_path, name, before(), after())
+    straight = uninterrupted(gloo_pool, name, plans.plan(name, microbatches=1))
+    np.testing.assert_allclose(resumed["steps"], straight["steps"], rtol=1e-10)
+    for parameter, value in straight["parameters"].items():
+        error = np.abs(resumed["parameters"][parameter] - value).max()
+        assert error <= 1e-10 * np.abs(value).max(), f"{parameter}: {error / np.abs(value).max():.3g}"
+
+
+@pytest.mark.parametrize("name", ["wide", "mixtral"])
+def test_what_was_saved_split_goes_on_bit_equal_under_the_same_plan(gloo_pool, tmp_path, name):
+    plan = gathered(name)[0]
+    resumed, straight = interrupted(gloo_pool, tmp_path, name, plan, plan), uninterrupted(gloo_pool, name, plan)
+    assert resumed["steps"] == straight["steps"]
+    for parameter, value in straight["parameters"].items():
+        assert np.array_equal(resumed["parameters"][parameter], value), parameter
+
+
+def test_another_recipe_is_another_program():
+    """Every rank writes its program from the plan's recipes and holds it against the plan's hash."""
+    plan = gathered("wide")[0]
+    stage_programs(plan, plans.model("wide"))
+    key = next(key for key, text in plan.recipes.items() if "mlp.up_proj.weight:G0>I" in text)
+    changed = re.sub(r"mlp\.up_proj\.weight:G0>I\S* ", "", plan.recipes[key])
+    with pytest.raises(StalePlanError, match="made for another program of this stage") as error:
+        stage_programs(replace(plan, recipes={**plan.recipes, key: changed}), plans.model("wide"))
+    assert "stages[0].program" in error.value.text()
