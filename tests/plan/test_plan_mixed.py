@@ -17,6 +17,7 @@ from pipefit.cluster.types import Cluster, DeviceKind, Host, Provenance
 from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError
 from pipefit.plan.build import Workbench
+from pipefit.plan.candidates import queues
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.floors import Floors
 from pipefit.plan.make import make_plan
@@ -238,6 +239,27 @@ def test_floors_are_below_every_cut() -> None:
             assert max(floor.lane_s[0, index, 0], floor.stack.largest_s[index, 0]) <= slowest * (1 + 1e-9)
             seen += len({*map(id, rows)}) > 1
     assert seen > 3, "lanes of several kinds must be among them"
+
+
+def test_panels_that_are_worked_out_together_get_what_they_get_alone() -> None:
+    """Bounds and guesses of all panels, those with slices among them, and the order of a queue that is opened late."""
+    bench = Workbench(toy_model(3), cluster((FAST, 2), (kind("odd", 1.0), 2)))
+    floors = Floors(bench.cutter, JOB)
+    every = list(panels(JOB, 6, 4, 2, {"zero1": False}, bench.cutter))
+    together = {place: (floor, at) for places, floor in floors.batches(every) for at, place in enumerate(places)}
+    assert sorted(together) == list(range(len(every)))
+    assert max(len(floor.panels) for floor, _ in together.values()) > 1 and any(panel.slices for panel in every)
+    for place, (panel, queue) in enumerate(zip(every, queues(floors, every), strict=True)):
+        floor, at = together[place]
+        alone = floors.panel(panel)
+        assert floor.panels[at] is panel
+        assert floors.bound_s(floor)[at] == pytest.approx(floors.bound_s(alone)[0], rel=1e-12)
+        assert floors.guesses_s(floor)[at] == pytest.approx(floors.guesses_s(alone)[0], rel=1e-12)
+        keys, least_s = [queue.key_s], queue.bound_s
+        while queue.next() and not queue.empty:
+            keys.append(queue.key_s)
+            assert queue.bound_s >= least_s
+        assert keys == sorted(keys) and len(keys) == np.prod(panel.shape)
 
 
 @pytest.mark.parametrize(
