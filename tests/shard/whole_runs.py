@@ -95,7 +95,16 @@ def feed_of(model: Any, inputs: dict[str, torch.Tensor]) -> Feed:
 
 
 def run_whole(
-    group: Any, rank: int, model: Any, shares: Any, recipes: Any, state: Any, feed: Feed, divisor: int, mode: str = "B"
+    group: Any,
+    rank: int,
+    model: Any,
+    shares: Any,
+    recipes: Any,
+    state: Any,
+    feed: Feed,
+    divisor: int,
+    mode: str = "B",
+    recompute: Any = "none",
 ) -> Any:
     """(loss, whole gradients by name) of one step, as this rank sees it; shares () for one device."""
     graphs = [model.layer_graph(layer) for layer in model.layers]
@@ -112,7 +121,7 @@ def run_whole(
     layers = [
         StageLayer(layer.name, graph, layer.parameters) for layer, graph in zip(model.layers, graphs, strict=True)
     ]
-    program = StageProgram(layers, dtype=torch.float64, shard=shard)
+    program = StageProgram(layers, dtype=torch.float64, shard=shard, recompute=recompute)
     buffers = {name: torch.zeros_like(p.data) for name, p in program.parameters.items()}
     for name, parameter in program.parameters.items():
         parameter.data.copy_(part(state[name], places.get(name), rank))

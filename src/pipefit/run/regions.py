@@ -91,7 +91,9 @@ def run_region(
 def recall(*known: tuple[torch.Tensor, Recipe, int]) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which what autograd would save of these region results (or views of them) is not saved, but
     computed again when it is needed. `known`: (result, its recipe, its index)."""
-    places = {value.untyped_storage().data_ptr(): (recipe, index) for value, recipe, index in known}
+    storages = [(value.untyped_storage(), recipe, index) for value, recipe, index in known]
+    places = {one.data_ptr(): (recipe, index) for one, recipe, index in storages if one.nbytes()}
+    "Of empty ones, as a device has them where rows are few, nothing is kept, and all have the same address."
 
     def pack(saved: torch.Tensor) -> Any:
         place = places.get(saved.untyped_storage().data_ptr())

@@ -166,7 +166,8 @@ class Writer:
             recipe = f"h{place}"
             sources = {i: self.recipes[n] for i, n in enumerate(names) if n in self.recipes}
             text = "{" + ", ".join(f"{i}: ({handle}, {index})" for i, (handle, index) in sources.items()) + "}"
-            self.lines.append(f"{recipe}, ({targets}) = run_region({bound}, ({', '.join(actual)},), {text})")
+            given = "".join(f"{one}, " for one in actual)
+            self.lines.append(f"{recipe}, ({targets}) = run_region({bound}, ({given}), {text})")
             self.recipes |= {name: (recipe, index) for index, name in enumerate(region.outputs)}
         else:
             self.lines.append(f"{targets}= {bound}({', '.join(actual)})")
