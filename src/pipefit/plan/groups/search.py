@@ -236,10 +236,11 @@ class _Looker:
 
     def look(self, hope: _Hope) -> list[Evaluated]:
         """Cut and simulate a layout; with more recomputation or split optimizer state until it fits."""
+        laid = self.decisions(hope)
+        if laid is None:
+            return []
         for recompute, zero1 in self.leaner(hope.layout):
-            decisions = self.decisions(hope, recompute, zero1)
-            if decisions is None:
-                return []
+            decisions = replace(laid, recompute=recompute, zero1=zero1)
             known = {id(one) for one in self.searcher.fitting}
             self.spent += 3 * decisions.stage_count * decisions.microbatches
             candidate = Candidate(decisions)
@@ -259,9 +260,9 @@ class _Looker:
             if len(way) in (1, len(layout.lanes)):
                 yield from ((way, zero1) for zero1 in zeros)
 
-    def decisions(self, hope: _Hope, recompute: tuple[Recompute, ...], zero1: bool) -> Decisions | None:
+    def decisions(self, hope: _Hope) -> Decisions | None:
         """The choices that a layout stands for, its programs with the forms that go together best; None where there are
-        none."""
+        none. Nothing is recomputed and no state split."""
         layout, count = hope.layout, hope.microbatches
         rows = self.job.batch // count // layout.replicas
         held: list[Held] = []
@@ -283,15 +284,7 @@ class _Looker:
         chosen = cheapest_forms(self.bench.network, held, placement, self.shape(rows), width)
         if chosen is None:
             return None
-        layers = self.bench.module.layers
-        recipes = [
-            self.bench.programs.add(
-                {layer.graph: link.recipe.text for layer, link in zip(layers, forms[form].links, strict=True)}
-            )
-            if forms
-            else ""
-            for forms, form in zip(sets, chosen, strict=True)
-        ]
+        recipes = [self.recipes(forms[form]) if forms else "" for forms, form in zip(sets, chosen, strict=True)]
         shards = tuple(one.shares for one in held)
         decisions = Decisions(
             stages=len(layout.lanes),
@@ -302,11 +295,14 @@ class _Looker:
             recipes=tuple(recipes),
             microbatches=count,
             schedule=self.schedule(len(layout.lanes), count),
-            recompute=recompute,
-            zero1=zero1,
             devices=layout.devices,
         )
         return decisions if self.valid(decisions) else None
+
+    def recipes(self, found: Synthesized) -> str:
+        """The name of a set of recipes, which the workbench takes up."""
+        links = dict(zip((layer.graph for layer in self.bench.module.layers), found.links, strict=True))
+        return self.bench.programs.add({graph: link.recipe.text for graph, link in links.items()})
 
     def schedule(self, lanes: int, count: int) -> str:
         pinned = self.pins.get("schedule", "1f1b")
