@@ -9,111 +9,26 @@ cut, for lanes of one kind and for lanes of several.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
-from pipefit.plan.bounds import facts_of
 from pipefit.plan.cut import Cutter
 from pipefit.plan.cut_rows import LayerRow
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.estimate import OVER, WEIGHT_SHARE, idle_s, most_held
 from pipefit.plan.fleet import Pair, Runs, pairs_of
 from pipefit.plan.panel import Panel
+from pipefit.plan.panel_floor import Floor, PanelFloor, Stack, filled, stacked
 from pipefit.plan.sliced_bounds import first_share_bound_s
 from pipefit.plan.slices import Slicer
 from pipefit.plan.types import Job
 
 Class = tuple[LayerRow, ...]
 """What the stages of a lane cost: lanes of one class are alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """All layers of a microbatch on lanes of some classes: seconds, and what an even cut needs."""
-
-    forward_s: float
-    "Every layer where it is fastest."
-    backward_s: float
-    largest_s: float
-    "The slowest layer where it is fastest."
-    even: Array
-    "[whole, forward, backward]: the sum over the layers of the least of their times, as parts of the class's own."
-    rates: Array
-    "[whole, forward, backward][class]: 1 / seconds of all layers."
-    saved_bytes: float
-    "All layers, where it is least."
-    limit_bytes: Array
-    "[class]."
-    first_share: float = 1.0
-    "The least part of a layer's time that its first slice takes."
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The floors of every count of microbatches and way of recomputing on lanes of the same classes:
-    [microbatches, recomputation], and what comes before."""
-
-    forward_s: Array
-    backward_s: Array
-    largest_s: Array
-    even: Array
-    "[whole, forward, backward]."
-    rates: Array
-    "[whole, forward, backward][class]."
-    saved_bytes: Array
-    limit_bytes: Array
-    "[class]."
-    first_share: Array
-
-
-@dataclass(frozen=True, slots=True)
-class PanelFloor:
-    """Of panels that differ in nothing but their lanes: [panel, microbatches, recomputation], and what broadcasts to
-    it."""
-
-    panels: tuple[Panel, ...]
-    stack: Stack
-    lane_s: Array
-    "The busiest lane of an even cut."
-    lane_forward_s: Array
-    lane_backward_s: Array
-    static_bytes: Array
-    "[microbatches, 1, ZeRO-1]: of all layers."
-    lanes: Array
-    "[panel, class]: how many lanes there are."
-    turns: Array
-    "[panel, 1, 1]: stages of a lane, at most."
-    count: Array
-    "[microbatches, 1]."
-    slices: Array
-    "[microbatches, 1]: how many slices."
-
-    @property
-    def alike(self) -> bool:
-        """Whether all lanes of a panel are of one class."""
-        return bool(self.lanes.shape[1] == 1)
-
-    @property
-    def fused(self) -> bool:
-        """Whether every backward of their schedules is a B."""
-        return facts_of(self.panels[0].names[0]).fused
-
-    @property
-    def depth(self) -> Array:
-        """[panel, 1, 1]: how many lanes there are."""
-        lanes: Array = self.lanes.sum(axis=1)[:, None, None]
-        return lanes
-
-    @property
-    def memory_bytes(self) -> Array:
-        """[panel]: of one device of every lane."""
-        whole: Array = self.lanes @ self.stack.limit_bytes
-        return whole
 
 
 class Floors:
@@ -178,7 +93,7 @@ class Floors:
         """The stack of a panel, and how many lanes it has of every class."""
         if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
             floors, lanes = self._told(panel)
-            return _stacked(floors), lanes
+            return stacked(floors), lanes
         counted = self._lanes_by_runs(panel)
         key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices)
         if key not in self._stacks:
@@ -191,7 +106,7 @@ class Floors:
                 ]
                 for rows, cut in zip(each, panel.slices or [()] * len(each), strict=True)
             ]
-            self._stacks[key] = _stacked(floors)
+            self._stacks[key] = stacked(floors)
         return self._stacks[key], np.array([*counted.values()], dtype=float)
 
     def _lanes_by_runs(self, panel: Panel) -> Mapping[Runs, int]:
@@ -260,8 +175,8 @@ class Floors:
         """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
         the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
         floor = self.panel(panel)
-        filled: Array = self._filling(floor)[0] / float(floor.memory_bytes[0])
-        return filled
+        whole: Array = self._filling(floor)[0] / float(floor.memory_bytes[0])
+        return whole
 
     def guesses_s(self, floor: PanelFloor) -> Array:
         """What steps likely take (`plan/estimate.py`): [panel, schedule, microbatches, recomputation, ZeRO-1]."""
@@ -270,7 +185,7 @@ class Floors:
         f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
         held = self._held(floor)
         idle = [idle_s(name, floor.depth, held[:, which], f, i, w) for which, name in enumerate(floor.panels[0].names)]
-        filled_s, lack = _filled(floor, self._filling(floor))
+        filled_s, lack = filled(floor, self._filling(floor))
         guess: Array = (floor.count[:, :, None] * filled_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
         return guess
 
@@ -278,8 +193,8 @@ class Floors:
         """What all layers need, every lane as full as the fullest: [panel, schedule, microbatches, recomputation,
         ZeRO-1]."""
         kept = self._held(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
-        filled: Array = floor.static_bytes + kept[..., None]
-        return filled
+        whole: Array = floor.static_bytes + kept[..., None]
+        return whole
 
     def _held(self, floor: PanelFloor) -> Array:
         """[panel, schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
@@ -346,48 +261,3 @@ class Floors:
         if share not in self._statics:
             self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
         return self._statics[share]
-
-
-def _stacked(floors: Sequence[Sequence[Floor]]) -> Stack:
-    """The floors [microbatches][recomputation] as arrays."""
-
-    def array(value: Callable[[Floor], Any]) -> Array:
-        """What is told of classes comes first."""
-        each = np.array([[value(floor) for floor in line] for line in floors], dtype=float)
-        return np.moveaxis(each, (0, 1), (-2, -1))
-
-    return Stack(
-        forward_s=array(lambda floor: floor.forward_s),
-        backward_s=array(lambda floor: floor.backward_s),
-        largest_s=array(lambda floor: floor.largest_s),
-        even=array(lambda floor: floor.even),
-        rates=array(lambda floor: floor.rates),
-        saved_bytes=array(lambda floor: floor.saved_bytes),
-        limit_bytes=floors[0][0].limit_bytes,
-        first_share=array(lambda floor: floor.first_share),
-    )
-
-
-def _filled(floor: PanelFloor, whole_bytes: Array) -> tuple[Array, Array]:
-    """(seconds of the busiest lane, what the memory lacks as a part of itself), where `whole_bytes` is what all layers
-    need: every lane takes layers by its speed, up to its memory, and the others take what is left over."""
-    lane_s = floor.lane_s[:, None, :, :, None]
-    if floor.alike:
-        lack = np.maximum(0.0, whole_bytes / floor.memory_bytes[:, None, None, None, None] - 1.0)
-        return np.broadcast_to(lane_s, lack.shape), lack
-    lanes = floor.lanes.T[:, :, None, None, None, None]
-    limits = floor.stack.limit_bytes[:, None, None, None, None, None]
-    rates = floor.stack.rates[0][:, None, None, :, :, None]
-    most = limits / whole_bytes
-    lack = np.maximum(0.0, 1.0 / (lanes * most).sum(axis=0) - 1.0)
-    most = most * (1.0 + lack) * (1.0 + 1e-9)
-    full = np.zeros(most.shape, dtype=bool)
-    time_s = lane_s + np.zeros(whole_bytes.shape)
-    for _ in range(floor.lanes.shape[1] - 1):
-        full |= rates * time_s > most
-        if not full.any():
-            break
-        left = 1.0 - (lanes * most * full).sum(axis=0)
-        speed = (lanes * rates * ~full).sum(axis=0)
-        time_s = np.where(speed > 0, np.maximum(time_s, left / np.where(speed > 0, speed, 1.0)), time_s)
-    return time_s, lack

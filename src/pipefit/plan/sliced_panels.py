@@ -17,8 +17,9 @@ from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.plan.bounds import facts_of
 from pipefit.plan.estimate import OVER
-from pipefit.plan.floors import Floors, PanelFloor
+from pipefit.plan.floors import Floors
 from pipefit.plan.panel import Count, Panel
+from pipefit.plan.panel_floor import PanelFloor
 from pipefit.plan.slices import Slicer
 from pipefit.plan.slicing.cuts import uniform
 from pipefit.plan.types import Job
