@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pipefit.model.graph import Graph, Operator, Tensor
+import pytest
+
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.shard.cuts import DIMENSIONS, cut_units
 from pipefit.shard.frontier import ALIKE, split_along
+from pipefit.shard.recipe import parse_recipe, write
 
 
 def reshaped(before, after):
@@ -28,3 +31,25 @@ def test_dimensions_that_the_search_has_no_form_for_stay_whole():
 
 def test_units_divide_every_dimension_that_is_tied():
     assert cut_units(reshaped(("B", 6, 4), ("B", 4, 6)))["x", 1] == 2
+
+
+@pytest.mark.parametrize("stored", ["", "bias:G0>I/grouped "])
+def test_a_convolutions_bias_is_added_along_the_channels_however_it_is_stored(stored):
+    graph = Graph(
+        inputs=(Tensor(name="x", shape=("B", 4, 6, 6)),),
+        outputs=("y",),
+        operators=(
+            Operator(
+                kind="conv",
+                inputs=("x", "weight", "bias"),
+                outputs=("y",),
+                attributes={"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 1},
+            ),
+        ),
+        parameters=(ParameterSpec(name="weight", shape=(6, 4, 3, 3)), ParameterSpec(name="bias", shape=(6,))),
+        tensors=(Tensor(name="y", shape=("B", 6, 6, 6)),),
+    )
+    program = write(graph, (2, 1), parse_recipe(f"I>I {stored}in>I"))
+    for local in program.graphs:
+        add = next(operator for operator in local.operators if operator.kind == "add")
+        assert local.tensor(add.inputs[1]).shape == (1, 6, 1, 1)

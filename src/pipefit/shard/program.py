@@ -147,19 +147,19 @@ class Program:
             self.held[name] = Held(PARTIAL) if partial or choice.linear >= 0 else self._wanted(name, labels, choice)
         self._write(operator, inputs, results, labelled, choice, partial)
         if settles:
-            late = [self._aligned(name, operator, labelled) for name in late]
-            self._settle(operator, late, choice.settle, choice.how)
+            biases = [self._aligned(name, labels, operator, labelled) for name, labels in late]
+            self._settle(operator, biases, choice.settle, choice.how)
 
     def _inputs(
         self, operator: Operator, labelled: Labelled, choice: Choice, partial: bool
-    ) -> tuple[tuple[str, ...], list[str]]:
+    ) -> tuple[tuple[str, ...], list[tuple[str, Labels | None]]]:
         """The inputs as the choice needs them, and what is added after the reduction of a partial result."""
         inputs = []
         late = []
         sums = labelled.linear[choice.linear] if choice.linear >= 0 else ()
         for index, (name, labels) in enumerate(zip(operator.inputs, labelled.inputs, strict=True)):
             if name and partial and index in labelled.once:
-                late.append(self.bring(name, WHOLE))
+                late.append((self.bring(name, WHOLE), labels))
                 inputs.append("")
             else:
                 want = Held(PARTIAL) if index in sums else self._wanted(name, labels, choice)
@@ -302,9 +302,8 @@ class Program:
                 summed = result
             self._rename(summed, name)
 
-    def _aligned(self, bias: str, operator: Operator, labelled: Labelled) -> str:
+    def _aligned(self, bias: str, labels: Labels | None, operator: Operator, labelled: Labelled) -> str:
         """A whole bias with dimensions of one where the result has others behind it: that of a convolution."""
-        labels = labelled.inputs[operator.inputs.index(bias)] if bias in operator.inputs else None
         out = labelled.outputs[0]
         if labels is None or out[len(out) - len(labels) :] == labels:
             return bias
