@@ -33,6 +33,8 @@ LONG_FILES: dict[str, str] = {}
 """Files above the limit, each with the reason why it is better whole."""
 
 IMPORT_LIMIT_S = 0.3
+NUMPYS = 5
+"""The same limit where a processor is slow, or shared: a free one imports numpy in 0.06 s."""
 
 
 def module_id(path: Path) -> str:
@@ -178,7 +180,7 @@ def test_the_core_imports_quickly_and_without_heavy_libraries(tmp_path: Path) ->
         assert not heavy, f"importing the core imported {sorted(heavy)}"
         times.append((core_s, numpy_s))
     core_s, numpy_s = min(times)
-    assert core_s < IMPORT_LIMIT_S or core_s < 3 * numpy_s, f"{core_s:.2f} s, numpy itself {numpy_s:.2f} s"
+    assert core_s < IMPORT_LIMIT_S or core_s < NUMPYS * numpy_s, f"{core_s:.2f} s, numpy itself {numpy_s:.2f} s"
 
 
 def python_files() -> list[Path]:
