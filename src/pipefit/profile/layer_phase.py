@@ -16,10 +16,11 @@ from pipefit.codec import from_data, to_data
 from pipefit.cost.curves import signature
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.graph import Graph
+from pipefit.plan.length import own_length
 from pipefit.profile.board import Board
 from pipefit.profile.fit import fit_layer
 from pipefit.profile.layers import LayerBench, Samples, Subject, feasible, overhead, survey, typical
-from pipefit.profile.points import Point, first_points, refined
+from pipefit.profile.points import Point, first_points, refined, row_points
 from pipefit.profile.state import Session
 
 LAYERS_S = 3600.0
@@ -95,11 +96,10 @@ def _kind(session: Session, kind: str, ranks: Sequence[int], subjects: Sequence[
 def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[LayerBench]) -> list[Samples]:
     """One process of the host computes; points around the knee are added after a first look."""
     config = session.config
-    most = config.tokens or 8 * config.sequence
     samples = [
         Samples(index, point)
         for index, subject in enumerate(subjects)
-        for point in first_points(subject.graph, config.sequence, most)
+        for point in points_of(subject, config.sequence, config.tokens)
     ]
     wanted = len(samples)
     samples = feasible(benches, samples)
@@ -107,7 +107,7 @@ def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[Laye
         session.found.notes.append(f"{wanted - len(samples)} of {wanted} points of layers did not fit in memory")
     survey(benches, samples, 2, progress=lambda done, total: session.show("layers, first look", done, total))
     for index in range(len(subjects)):
-        own = [sample for sample in samples if sample.subject == index]
+        own = [sample for sample in samples if sample.subject == index and not subjects[index].tokens]
         whole_s = [sum(typical(sample.visits)[0].values()) for sample in own]
         added = refined([sample.point for sample in own], whole_s, config.sequence)
         samples += [Samples(index, point) for point in added]
@@ -120,6 +120,13 @@ def _alone(session: Session, subjects: Sequence[Subject], benches: Sequence[Laye
         progress=lambda done, total: session.show("layers, alone", done, total),
     )
     return samples
+
+
+def points_of(subject: Subject, sequence: int, tokens: int) -> list[Point]:
+    """Where measuring starts. `tokens`: of the largest microbatch on a device; 0 for eight rows."""
+    if subject.tokens:
+        return row_points(subject.tokens, tokens or 8 * subject.tokens)
+    return first_points(subject.graph, sequence, tokens or 8 * sequence)
 
 
 def _together(
@@ -172,7 +179,8 @@ def subjects_of(models: Sequence[str], dtype: str) -> tuple[list[Subject], list[
             if any(operator.kind == "opaque" for operator in graph.operators):
                 skipped.append(f"{layer.name} of {source}")
                 continue
-            found.setdefault(signature(graph), Subject(graph, f"{layer.name} of {source}", dtype))
+            name = f"{layer.name} of {source}"
+            found.setdefault(signature(graph), Subject(graph, name, dtype, own_length(model) or 0))
     return list(found.values()), skipped
 
 
@@ -187,7 +195,8 @@ def layer_curve(
     """The curves of one layer, from its samples less the overhead of an action."""
     points = [sample.point for sample in samples]
     seen = [typical(sample.visits, crowding) for sample in samples]
-    attention = any(operator.kind == "attention" for operator in subject.graph.operators)
+    varies = not subject.tokens  # else attention grows with the rows alone, as all else does
+    attention = varies and any(operator.kind == "attention" for operator in subject.graph.operators)
     actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(
         signature=signature(subject.graph),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pipefit.lab import pace
-from pipefit.model.graph import Graph, Operator, Tensor
+from pipefit.model.graph import Graph, Operator, Tensor, size_value
 from pipefit.profile.points import Point
 from pipefit.run.faults import is_out_of_memory
 from pipefit.run.feed import Feed
@@ -50,6 +50,8 @@ class Subject:
     graph: Graph
     name: str
     dtype: str
+    tokens: int = 0
+    "Of a row, where the model works for one number only (captured whole); 0: any."
 
 
 @dataclass(slots=True)
@@ -135,30 +137,40 @@ class StageBench:
         for tensor in self.layers[0].graph.inputs:
             if tensor.role == "activation":
                 name = "" if not inputs else tensor.name
-                sizes = [size if isinstance(size, int) else shape["BT".index(size)] for size in tensor.shape]
-                inputs[name] = torch.randn(sizes, device=self.device).to(self.dtype)
+                inputs[name] = self._random(tensor, point)
         feed = Feed(
             rows=torch.arange(point.rows, device=self.device),
             positions=torch.arange(start, start + point.tokens, device=self.device).expand(shape).contiguous(),
         )
-        for role in {tensor.role for layer in self.layers for tensor in layer.graph.inputs}:
-            if role in ("tokens", "labels"):
-                setattr(feed, role, torch.randint(self._classes(role), shape, device=self.device))
-            elif role == "documents":
+        data = {}
+        for tensor in {tensor.name: tensor for layer in self.layers for tensor in layer.graph.inputs}.values():
+            if tensor.role in ("tokens", "labels"):
+                sizes = _sizes(tensor, point)
+                setattr(feed, tensor.role, torch.randint(self._classes(tensor.role), sizes, device=self.device))
+            elif tensor.role == "documents":
                 feed.documents = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            elif tensor.role == "data":
+                data[tensor.name] = self._random(tensor, point)
+        feed.data = data
         return inputs, feed
+
+    def _random(self, tensor: Tensor, point: Point) -> torch.Tensor:
+        """Random numbers for an input; zeros where it is whole ones."""
+        if tensor.dtype in ("compute", "float32"):
+            return torch.randn(_sizes(tensor, point), device=self.device).to(self.dtype)
+        return torch.zeros(_sizes(tensor, point), dtype=getattr(torch, tensor.dtype), device=self.device)
 
     def _classes(self, role: str) -> int:
         """How many different tokens (rows of the embedding) or labels (columns of the logits) there are."""
         graphs = [layer.graph for layer in self.layers if any(t.role == role for t in layer.graph.inputs)]
-        if role == "labels":
-            return next(int(t.shape[-1]) for t in graphs[0].inputs if t.role == "activation")
-        found = [
-            graph.parameter(operator.inputs[1]).shape[0]
-            for graph in graphs
-            for operator in graph.operators
-            if operator.kind == "embedding" and operator.inputs[0] in {t.name for t in graph.inputs if t.role == role}
-        ]
+        named = {t.name for graph in graphs for t in graph.inputs if t.role == role}
+        found = []
+        for graph in graphs:
+            for operator in graph.operators:
+                if role == "labels" and operator.kind == "cross_entropy":
+                    found.append(int(graph.tensor(operator.inputs[0]).shape[-1]))
+                elif operator.kind == "embedding" and operator.inputs[0] in named:
+                    found.append(graph.parameter(operator.inputs[1]).shape[0])
         return min(found, default=2)
 
     def _mark(self) -> Any:
@@ -183,6 +195,11 @@ class StageBench:
             seconds = float(start.elapsed_time(stop)) * 1e-3
             return seconds, seconds
         return stop[0] - start[0], stop[1] - start[1]
+
+
+def _sizes(tensor: Tensor, point: Point) -> list[int]:
+    """The sizes of an input at a point."""
+    return [size_value(size, {"B": point.rows, "T": point.tokens}) for size in tensor.shape]
 
 
 class LayerBench(StageBench):

@@ -103,6 +103,12 @@ def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[Point]:
     return list(dict.fromkeys(points))
 
 
+def row_points(tokens: int, most_tokens: int) -> list[Point]:
+    """Whole rows of one length: powers of two of them, up to `most_tokens` together."""
+    most = max(1, most_tokens // tokens)
+    return [Point(1 << power, tokens) for power in range(most.bit_length())]
+
+
 def token_counts(most_tokens: int) -> list[int]:
     """Powers of two parts of `most_tokens`, ascending, down to `SMALLEST`."""
     counts = [max(1, most_tokens)]
