@@ -114,6 +114,14 @@ def test_whole_parameters_are_reduced_once_an_iteration(gloo_pool):
         assert seen[1][pair] - size < HEADERS
 
 
+def test_gradients_are_summed_round_the_ring_backwards(gloo_pool):
+    """As gloo does it: from each device to the one before."""
+    plan, _ = gathered("wide", shares=(2, 1, 1), edit=whole)
+    found, said = sent(gloo_pool, plan, "wide"), traffic_of(plan, "wide")
+    agree(found, said.totals(), 0.01)
+    assert {pair for pair, parts in said.bytes.items() if "reduction" in parts} == {(0, 2), (2, 1), (1, 0)}
+
+
 def test_tokens_that_go_to_their_experts(gloo_pool):
     """Prices and counts take routing to be balanced."""
     plan, words = gathered("mixtral")

@@ -1,18 +1,20 @@
 """Which device sends how many bytes to which, in one step: what the link heat-map draws.
 
-Transfers between stages are the messages that the cost model counts. Collectives are counted as rings over their
-very groups; where a group has as many devices on every host, first inside the hosts and then between them, as the
-cost model's two-level form does (reference: `cost/collectives.py`). Uneven parts go as their lowering sends them
-(`cost/lowerings.py`).
+Transfers between stages are the messages that the cost model counts. So are the collectives of shard programs, those
+that gather parameters and factors or send tokens to experts among them (`cost/exchanges.py`). They are counted as rings
+over their very groups; where a group has as many devices on every host, first inside the hosts and then between them,
+as the cost model's two-level form does (reference: `cost/collectives.py`; gloo knows rings only, and sums go round them
+backwards). Uneven parts go as their lowering sends them (`cost/lowerings.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipefit.cost.collectives import passes_backwards
 from pipefit.cost.exchanges import exchanges_of
 from pipefit.cost.lowerings import lowerings_over
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
@@ -78,16 +80,17 @@ def _add_shard_collectives(
                 for start, stop in (split(length, stage.group.axis("shard").shares)[0] for length in (tokens, rows))
             )
             symbols = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
-            lowerings, passed = lowerings_over(network, [ring]), 0.0
+            lowerings, passed = lowerings_over(network, [ring]), Counter[str]()
             for kind, size, how, units in _collectives(stage, symbols, work.precision):
                 parts = [_fractions(count, stage) for count in units]
                 if kind != "all_to_all" and how == "padded":
                     passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
-                    passed += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
+                    passed[kind] += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
                 else:
                     for i, j, part in lowerings.sent(kind, how, size * microbatches, *parts):
                         traffic.add(ring[i], ring[j], part, "shards")
-            _add_ring(traffic, ring, passed * microbatches, "shards", network)
+            for kind, size in passed.items():
+                _add_ring(traffic, ring, size * microbatches, "shards", network, kind)
 
 
 def _collectives(stage: StageWork, symbols: Mapping[str, int], precision: Precision) -> Iterator[Said]:
@@ -107,29 +110,30 @@ def _fractions(units: int, stage: StageWork) -> tuple[float, ...]:
 def _add_reductions(traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network) -> None:
     width, parameters = GRADIENT_BYTES[work.precision], stage.parameters
     for ring in shard_rings(stage):
-        _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network)
+        _add_ring(traffic, ring, 2 * max(parameters.whole) * width, "reduction", network, "all_reduce")
     for ring in replica_rings(stage):
         gradients = max(parameters.trainable) * width
-        _add_ring(traffic, ring, gradients * (1 if stage.split_state else 2), "reduction", network)
+        passes, kind = (1, "reduce_scatter") if stage.split_state and not network.over_gloo else (2, "all_reduce")
+        _add_ring(traffic, ring, gradients * passes, "reduction", network, kind)
         if stage.split_state:
             gathered = max(parameters.trainable) * COMPUTE_BYTES[work.precision]
-            _add_ring(traffic, ring, gathered, "parameters", network)
+            _add_ring(traffic, ring, gathered, "parameters", network, "all_gather")
 
 
-def _add_ring(traffic: Traffic, ring: Sequence[int], passed: float, reason: str, network: Network) -> None:
-    """`passed` bytes, times (n - 1)/n, over every hop of a ring in ascending order of its n devices."""
+def _add_ring(traffic: Traffic, ring: Sequence[int], passed: float, reason: str, network: Network, kind: str) -> None:
+    """`passed` bytes of a collective, times (n - 1)/n, over every hop of a ring of its n devices."""
     hosts: dict[int, list[int]] = defaultdict(list)
     for device in sorted(ring):
         hosts[network.host[device]].append(device)
     sizes = {len(devices) for devices in hosts.values()}
-    if len(hosts) > 1 and len(sizes) == 1 and sizes != {1}:
+    if len(hosts) > 1 and len(sizes) == 1 and sizes != {1} and not network.over_gloo:
         size = sizes.pop()
         for devices in hosts.values():
             _add_hops(traffic, devices, passed, reason)
         for place in range(size):
             _add_hops(traffic, [devices[place] for devices in hosts.values()], passed / size, reason)
     else:
-        _add_hops(traffic, sorted(ring), passed, reason)
+        _add_hops(traffic, sorted(ring, reverse=passes_backwards(network, kind)), passed, reason)
 
 
 def _add_hops(traffic: Traffic, ring: Sequence[int], passed: float, reason: str) -> None:
