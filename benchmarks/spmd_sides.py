@@ -177,7 +177,9 @@ def timed(model: Any, setting: Any, found: Synthesized, between_s: float = 0.0) 
             seen_s += way.once_s
     reduce_s += between_s
     chain = [link.choice for link in found.links]
-    beside = setting.overlap * beside_s(chain, found.shares, setting.bucket_s, setting.microbatches)
+    beside = setting.overlap * beside_s(
+        chain, [link.shares for link in found.links], setting.bucket_s, setting.microbatches
+    )
     blocking = found.cost_s + beside - seen_s
     hidden = setting.overlap * hidden_s(reduce_s, pieces) if reduce_s else 0.0
     return Result(blocking + reduce_s - hidden, compute_s, reduce_s, found.shares, found)

@@ -1,7 +1,7 @@
 """Your own module: any nn.Module, its loss, example inputs, and a data set with items by number.
 
-    pipefit plan --model examples/models/own_module.py:stripes --local 2 --batch 16 --fix stages=2 -o plan.json
-    pipefit train plan.json --steps 60 --lr 0.003 -o run
+pipefit plan --model examples/models/own_module.py:stripes --local 2 --batch 16 --fix stages=2 -o plan.json
+pipefit train plan.json --steps 60 --lr 0.003 -o run
 """
 
 from __future__ import annotations

@@ -166,6 +166,11 @@ def split(length: int, shares: Sequence[int], multiple: int = 1) -> tuple[Run, .
     return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
 
+def overlaps(old: Sequence[tuple[float, float]], new: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """[place in old][place in new]: how long what two runs have in common is."""
+    return [[max(0, min(a[1], b[1]) - max(a[0], b[0])) for b in new] for a in old]
+
+
 def holding(shape: Sequence[int], group: Group, forms: Sequence[Form], device: int) -> Box:
     """The box of a tensor of global `shape` that `device` holds under `forms` (one per axis of `group`).
 

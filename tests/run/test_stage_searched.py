@@ -160,6 +160,43 @@ def test_experts_of_two_and_four_devices():
     assert run_processes(check_recipes, 4, four) == [4] * 4
 
 
+def resharded(recipes, shares):
+    """The same recipes with shares of their own for every layer: the second of two that differ reshares, but the head
+    and the embedding do it for the blocks, which are equal."""
+    found = []
+    for place, text in enumerate(recipes):
+        own = shares[place]
+        taken = shares[max(0, place - 1)] if place >= len(recipes) - 2 else own
+        given = shares[1] if place == 0 else own
+        found.append(replace(parse_recipe(text), shares=(taken, own, given)).text)
+    return found
+
+
+def test_layers_with_shares_of_their_own():
+    """Every layer with random forms, embedding, blocks, head and loss with other shares: the hidden state is moved from
+    one cut to the next, rows, tokens, features and words alike, forward and backward."""
+    for count, mixes in (
+        (2, [((1, 3), (3, 1), (2, 1), (1, 1)), ((3, 1), (1, 2), (1, 2), (2, 1))]),
+        (3, [((1, 3, 2), (2, 1, 1), (2, 1, 3), (1, 1, 1))]),
+        (4, [((1, 1, 3, 2), (3, 1, 2, 1), (1, 2, 1, 3), (2, 1, 1, 1))]),
+    ):
+        ways = [(*way[:2], {"experts": 5} if count == 4 else way[2]) for way in WAYS if "tied" not in way[2]]
+        cases = drawn_cases([(1,) * count], 8 if count == 2 else 4, ways)
+        todo = []
+        for number, (_, recompute, mode, options, recipes) in enumerate(cases):
+            embed, block, head, loss = mixes[number % len(mixes)]
+            own = resharded(recipes, (embed, *(block,) * (len(recipes) - 3), head, loss))
+            todo.append((block, recompute, mode, options, own))
+        written = [
+            write(layer.graph, case[0], parse_recipe(text)).text()
+            for case in todo
+            for layer, text in zip(layers_of(case[3]), case[4], strict=True)
+        ]
+        moved = [line for text in written for line in text.splitlines() if "= reshare/" in line]
+        assert len(moved) >= 5 and len({line.partition(" = ")[0] for line in moved}) >= 2
+        assert run_processes(check_recipes, count, todo) == [len(todo)] * count
+
+
 SPLIT_QUERIES = (
     "G1>G1 d1 d1 g1 positions:I>G1 d1 d1 g1 d1 d1 g1 t3:G1>I t6:G1>I t8:G1>I d1 g1 d1 d1 d1 d1 d1 d1 d1 d1 d1"
 )

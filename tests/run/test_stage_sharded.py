@@ -37,7 +37,8 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
     """(loss, whole gradients by name) of one step on the shard axis, as this rank sees it."""
     shares = programs[0].shares
     local = [
-        StageLayer(layer.name, p.graphs[rank], layer.parameters) for layer, p in zip(layers, programs, strict=True)
+        StageLayer(layer.name, p.graphs[rank], layer.parameters, p.shares)
+        for layer, p in zip(layers, programs, strict=True)
     ]
     shard = ShardContext(group=group, shares=shares, position=rank)
     slices = len(lengths) if lengths else 1

@@ -231,7 +231,7 @@ def test_reductions_that_hide_under_the_backward_are_not_paid(monkeypatch):
     gathered = [link.links[1].recipe.text.count(".weight:G") for link in (alone, beside)]
     assert gathered[0] > gathered[1] == 0
     chain = [link.choice for link in beside.links]
-    hidden = beside_s(chain, beside.shares, setting(**sizes).bucket_s, 1)
+    hidden = beside_s(chain, [beside.shares] * len(chain), setting(**sizes).bucket_s, 1)
     counted = cost_s(stretches_of(chain), beside.links[0].choice.template.members, beside.shares)
     assert 0 < hidden < counted
     assert beside.cost_s == pytest.approx(counted - hidden)

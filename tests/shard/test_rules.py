@@ -28,7 +28,16 @@ from pipefit.run.stage_record import Record
 from pipefit.shard.rules import Cut, labels_of, rules
 
 SHARES = (2, 1, 1)
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "shard_slice", "unshard", "linear_factors"}
+COLLECTIVES = {
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_reduce",
+    "shard_slice",
+    "unshard",
+    "linear_factors",
+    "reshare",
+}
 
 
 def labelled_of(case):

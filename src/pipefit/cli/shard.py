@@ -38,6 +38,7 @@ def command(
     from pipefit.shard.apart import check_apart
     from pipefit.shard.chain import Chains
     from pipefit.shard.listing import listing
+    from pipefit.shard.segments import segmented
     from pipefit.shard.synthesize import synthesize
 
     found = open_cluster(cluster_text(cluster, local))
@@ -66,7 +67,9 @@ def command(
         precision=precision,  # type: ignore[arg-type]
         microbatches=microbatches,
     )
-    result = listing(opened, layers, synthesize(Chains(opened, setting), layers, given), setting)
+    chains = Chains(opened, setting)
+    program = synthesize(chains, layers, given)
+    result = listing(opened, layers, program if given else segmented(chains, layers, program), setting)
     print(json.dumps(to_data(result), indent=1) if as_json else result.text(), end="\n" if as_json else "")
 
 

@@ -14,6 +14,8 @@ from pipefit.model.graph import Graph, Operator, element_count, size_value
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.kind import Said
+from pipefit.model.ops.reshare import KIND as RESHARE
+from pipefit.model.ops.reshare import shares_of
 from pipefit.model.ops.saved import call_of
 from pipefit.model.ops.unshard import gathers_of, weights
 
@@ -41,6 +43,8 @@ def exchanges_of(graph: Graph, operator: Operator, symbols: Mapping[str, int], p
     """The collectives of an operator, for these sizes."""
     if operator.kind == "unshard":
         return _unshard(graph, operator, precision)
+    if operator.kind == RESHARE:
+        return _reshare(graph, operator, symbols, precision)
     if operator.kind in BACKWARD:
         return _between(graph, operator, symbols, precision)
     talks = KINDS[operator.kind].talks
@@ -59,6 +63,16 @@ def _between(graph: Graph, operator: Operator, symbols: Mapping[str, int], preci
         forward=((operator.kind, whole, ahead, units),),
         input_gradient=((BACKWARD[operator.kind], whole, back, units[::-1]),),
     )
+
+
+def _reshare(graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision) -> Exchanges:
+    """What is cut by some shares is cut by others; the units of a `Said` are the shares here, before and after."""
+    (old, new), at = shares_of(operator), operator.attributes
+    shape = graph.tensor(operator.outputs[0]).shape
+    whole = (*shape[: at["dim"]], at["whole"], *shape[at["dim"] + 1 :])
+    size = float(element_count(whole, symbols) * COMPUTE_BYTES[precision])
+    there, back = ((RESHARE, size, "alltoallv", each) for each in ((*old, *new), (*new, *old)))
+    return Exchanges(forward=(there,), input_gradient=(back,))
 
 
 def _moved(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> tuple[int, tuple[int, ...]]:

@@ -30,7 +30,7 @@ from pipefit.cost.direct import Bend, DirectCurve
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import CollectiveTime
 from pipefit.cost.types import Array
-from pipefit.layout import split
+from pipefit.layout import overlaps, split
 
 Lowering = Literal["padded", "grouped", "alltoallv"]
 LOWERINGS: tuple[Lowering, ...] = ("padded", "grouped", "alltoallv")
@@ -91,6 +91,10 @@ class Rounds:
             self._known[parts] = total
         return self._known[parts]
 
+    def between(self, matrix: Array) -> float:
+        """Seconds for a byte of the whole tensor, of which [i, j] goes from i to j: of rounds where two cuts meet."""
+        return sum(float((each * matrix).sum(axis=(1, 2)).max(initial=0.0)) for each in self.loads)
+
     def lines(self, count: int) -> list[tuple[Array, float]]:
         """(load [port, position], constant) of every round as straight lines in the parts of `count` devices: the
         loads themselves; of two cuts, what touches them at even parts."""
@@ -149,6 +153,12 @@ class Lowerings:
         latency, per_byte, bend = self._measured(operation, name, total_bytes)
         return Lowered(name, latency * steps_s, per_byte * total_bytes, rounds, bend)
 
+    def reshare_s(self, total_bytes: float, old: Sequence[float], new: Sequence[float]) -> float:
+        """A dimension that is cut by some shares is cut by others: straight, each what both have (`reshare`)."""
+        one = self.one("all_to_all", "alltoallv", total_bytes)
+        times = 1.0 if one.bend is None else one.bend.times(_fractions(old), _fractions(new))
+        return one.constant_s + one.slope * times * one.rounds.between(np.array(overlaps(_runs(old), _runs(new))))
+
     def seconds(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> float:
         """What one of them takes with these parts; an all_reduce has none."""
         if operation == "all_reduce":
@@ -161,6 +171,10 @@ class Lowerings:
     def sent(self, operation: str, name: str, total_bytes: float, *parts: Parts) -> Iterator[tuple[int, int, float]]:
         """(source, target, bytes) by position of what one of them sends; not of a padded ring."""
         n = self.size
+        if operation == "reshare":
+            both = overlaps(*map(_runs, parts))
+            yield from ((i, j, total_bytes * both[i][j]) for i, j in itertools.permutations(range(n), 2) if both[i][j])
+            return
         if operation == "all_to_all" and name != "grouped":
             old, new = ((max(each),) * n for each in parts) if name == "padded" else parts
             yield from ((i, j, total_bytes * old[i] * new[j]) for i, j in itertools.permutations(range(n), 2))
@@ -249,6 +263,8 @@ def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: S
     exact = tuple(share / sum(shares) for share in shares)
 
     def collective(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
+        if kind == "reshare":
+            return known.reshare_s(total_bytes, units[: known.size], units[known.size :])
         parts = [tuple((stop - start) / count for start, stop in split(count, shares)) for count in units]
         return known.seconds(kind, how, total_bytes, *(parts or (exact,)))
 
@@ -295,6 +311,16 @@ def direct_curve(
     latency_s, rounds = Lowerings(network, [devices]).plain(*DIRECT[called])
     s_per_byte = count * rounds.s_per_byte((1 / count,) * count)
     return DirectCurve(latency_factor * latency_s, [size / count for size in sizes_bytes], time_s, s_per_byte)
+
+
+def _fractions(shares: Sequence[float]) -> Parts:
+    return tuple(share / sum(shares) for share in shares)
+
+
+def _runs(shares: Sequence[float]) -> list[tuple[float, float]]:
+    """Everyone's run of [0, 1]."""
+    stops = list(itertools.accumulate(_fractions(shares)))
+    return list(zip([0.0, *stops[:-1]], stops, strict=True))
 
 
 def _tree(size: int, root: int) -> list[tuple[list[Message], float]]:

@@ -193,7 +193,7 @@ def alike(stage: StageWork, network: Network) -> object:
     if stage.group.axis("shard").size == 1:
         places = zip(stage.group.devices, stage.group.positions("replica").values(), strict=True)
         own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
-    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute
+    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares
 
 
 @lru_cache(maxsize=4096)
@@ -214,7 +214,7 @@ def _grid(group: Group) -> Iterator[tuple[int, tuple[int, ...]]]:
 def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
     """(device, replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
     names = [axis.name for axis in stage.group.axes]
-    even = stage.group.axis("shard").is_even
+    even = stage.shards_alike
     found: dict[object, tuple[int, int, int]] = {}
     for device, place in _grid(stage.group):
         replica = place[names.index("replica")] if "replica" in names else 0
@@ -235,20 +235,27 @@ def _costs_by_place(
 ) -> Iterator[tuple[str, list[LayerCost]]]:
     """(kind, the cost of every layer), for each distinct device of the group."""
     rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
-    collective = shard_collective(network, rings, stage.group.axis("shard").shares) if rings else None
+    by_shares = {stage.shares_of(index): index for index in range(len(stage.layers))}
+    collectives = {shares: shard_collective(network, rings, shares) if rings else None for shares in by_shares}
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
-        shares = stage.group.axis("shard").shares
-        own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, stage.rows[replica]))
-        place = Place(
-            stage.rows[replica], tokens, past, own_tokens, earlier, own_rows, sum(stage.slices) - past - tokens
-        )
+        places = {}
+        for shares in by_shares:
+            own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, stage.rows[replica]))
+            later = sum(stage.slices) - past - tokens
+            places[shares] = Place(stage.rows[replica], tokens, past, own_tokens, earlier, own_rows, later)
         costs = [
             layers.layer(
-                graphs[min(position, len(graphs) - 1)], place, kind, precision, stage.recompute, collective, rings
+                graphs[min(position, len(graphs) - 1)],
+                places[stage.shares_of(index)],
+                kind,
+                precision,
+                stage.recompute,
+                collectives[stage.shares_of(index)],
+                (rings, stage.shares_of(index)) if stage.shares else rings,
             )
-            for graphs in stage.layers
+            for index, graphs in enumerate(stage.layers)
         ]
         yield kind.name, costs
 

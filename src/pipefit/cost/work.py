@@ -39,6 +39,17 @@ class StageWork:
     parameters: ParameterCounts
     split_state: bool
     "ZeRO-1: the optimizer state is split over the replicas by their shares."
+    shares: tuple[tuple[int, ...], ...] = ()
+    "Of every layer along the shard axis, where layers have shares of their own; empty: the group's."
+
+    @property
+    def shards_alike(self) -> bool:
+        """Whether all positions of the shard axis have as much of every layer."""
+        return all(len({*shares}) <= 1 for shares in (*self.shares, self.group.axis("shard").shares))
+
+    def shares_of(self, layer: int) -> tuple[int, ...]:
+        """Everyone's shares of a layer along the shard axis."""
+        return self.shares[layer] if self.shares else self.group.axis("shard").shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -196,9 +196,18 @@ class PacedStage:
         if key not in self._known:
             recompute = self._program.recompute
             self._known[key] = [
-                stage_layer_s(self._device.table, layer.graph, kind, sizes, recompute) for layer in self._program.layers
+                stage_layer_s(self._device.table, layer.graph, kind, self._own_sizes(layer, sizes), recompute)
+                for layer in self._program.layers
             ]
         return self._known[key]
+
+    def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
+        """The sizes of a layer with shares of its own."""
+        shard = self._program.shard
+        if shard is None or not layer.shares:
+            return sizes
+        own = replace(shard, shares=layer.shares)
+        return {**sizes, "S": own.length(sizes["T"]), "R": own.length(sizes["B"])}
 
     def _sizes_of(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> dict[str, int]:
         extent = next(x for x in (feed.positions, feed.tokens, feed.labels, inputs.get("")) if x is not None)

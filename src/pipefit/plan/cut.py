@@ -36,7 +36,7 @@ from pipefit.plan.decisions import Decisions
 from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.mixed import Kinds
 from pipefit.plan.partition import partition, some_partition_fits
-from pipefit.plan.sharded import Programs
+from pipefit.plan.sharded import Programs, own_shares
 from pipefit.plan.sliced_bounds import sliced_flights
 from pipefit.plan.structure import make_groups
 from pipefit.plan.types import Job
@@ -260,10 +260,12 @@ class Cutter:
     ) -> StageWork:
         """A stage of all layers on these devices."""
         layers = self.programs.modules[self.module].layers
+        made = [self.programs.program(layer, sharding, shards) for layer in layers]
         return StageWork(
             lane=0,
             group=group,
-            layers=tuple(self.programs.program(layer, sharding, shards).graphs for layer in layers),
+            layers=tuple(program.graphs for program in made),
+            shares=own_shares(made, shards),
             rows=rows,
             slices=(job.sequence,),
             recompute=recompute,

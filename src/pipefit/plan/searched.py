@@ -125,6 +125,7 @@ def setting_of(
         kinds=kinds,
         collective=shard_collective(network, rings, (1,) * len(devices)),
         lowered=lowerings_over(network, rings).of,
+        reshare_s=lowerings_over(network, rings).reshare_s,
         rows=rows,
         tokens=tokens,
         precision=precision,

@@ -30,6 +30,12 @@ class LayerProgram:
     "Form of the hidden state along the shard axis as the layer takes it."
     gives: Form
     "And as it hands it on."
+    shares: tuple[int, ...] = ()
+    "Along the shard axis; empty where nothing is sharded."
+    taken_shares: tuple[int, ...] = ()
+    "By which the hidden state that it takes is cut."
+    given_shares: tuple[int, ...] = ()
+    "And the one that it hands on."
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,4 +176,36 @@ def _program(sharded: ShardedGraph) -> LayerProgram:
         parameters=dict(sharded.parameter_forms),
         takes=sharded.input_form,
         gives=sharded.output_form,
+        shares=sharded.shares,
+        taken_shares=sharded.taken_shares,
+        given_shares=sharded.given_shares,
+    )
+
+
+def own_shares(programs: Sequence[LayerProgram], shares: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shares of every layer of a stage; none where all have the group's."""
+    found = tuple(program.shares or shares for program in programs)
+    return () if {*found} <= {shares} else found
+
+
+def check_handing(programs: Sequence[LayerProgram], shares: tuple[int, ...], where: str) -> None:
+    """Raises PlanError where a layer of a stage takes what is cut by other shares than the one before hands it on: at
+    both ends of a stage it is cut by the group's."""
+    given = shares
+    for place, program in enumerate(programs if len(shares) > 1 else ()):
+        before = programs[place - 1].gives if place else program.takes
+        if program.takes.kind == before.kind == "G" and program.taken_shares != given:
+            raise _cut_otherwise(f"{where}, layer {place} of the stage", program.taken_shares, given)
+        given = program.given_shares
+    if programs and len(shares) > 1 and programs[-1].gives.kind == "G" and given != shares:
+        raise _cut_otherwise(f"{where}, its end", given, shares)
+
+
+def _cut_otherwise(where: str, seen: Sequence[int], allowed: Sequence[int]) -> PlanError:
+    return PlanError(
+        "The shares by which a layer takes the hidden state are not those by which it comes.",
+        where=where,
+        seen=":".join(map(str, seen)),
+        allowed=":".join(map(str, allowed)),
+        next_step="make the plan again: pipefit plan ... --fix sharding=searched",
     )

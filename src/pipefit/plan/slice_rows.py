@@ -82,16 +82,18 @@ class SliceRows:
         """[forward or backward, layer]."""
         device, rows, position = at
         shards = stage.group.axis("shard")
-        start, stop = split(tokens, shards.shares)[position]
-        place, kind = Place(rows, tokens, past, stop - start, earlier), self.network.kinds[device]
+        kind = self.network.kinds[device]
         rings = shard_rings(stage) if shards.size > 1 else None
-        collective = shard_collective(self.network, rings, shards.shares) if rings else None
         known: dict[int, tuple[float, float]] = {}
         found = []
-        for graphs in stage.layers:
-            graph = graphs[min(position, len(graphs) - 1)]
+        for index, graphs in enumerate(stage.layers):
+            graph, shares = graphs[min(position, len(graphs) - 1)], stage.shares_of(index)
             if id(graph) not in known:
-                times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, rings)
+                start, stop = split(tokens, shares)[position]
+                place = Place(rows, tokens, past, stop - start, earlier)
+                collective = shard_collective(self.network, rings, shares) if rings else None
+                name = (rings, shares) if stage.shares else rings
+                times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, name)
                 known[id(graph)] = times.forward_s, times.least_backward_s
             found.append(known[id(graph)])
         return np.array(found).T
@@ -103,6 +105,6 @@ def _places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
     found: dict[object, tuple[int, int, int]] = {}
     for index, device in enumerate(stage.group.devices):
         replica, position = divmod(index, shards.size)
-        place = stage.rows[replica], 0 if shards.is_even else position
+        place = stage.rows[replica], 0 if stage.shards_alike else position
         found.setdefault((network.kinds[device].name, *place), (device, *place))
     return list(found.values())

@@ -12,7 +12,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
 from pipefit.layout import IDENTITY, Axis, Form, Group, box_size, holding, moves, parse_form, split
 from pipefit.model.graph import Layer, size_value
-from pipefit.plan.sharded import Programs, sharding_key
+from pipefit.plan.sharded import Programs, check_handing, own_shares, sharding_key
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
 
 Message = tuple[int, int, float]
@@ -62,16 +62,19 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
         group, space = groups[stage.group], spaces[stage.space]
         layers = programs.layers(stage.module, stage.layers)
         shares = group.axis("shard").shares
+        made = [programs.program(layer, sharding_key(stage), shares) for layer in layers]
+        check_handing(made, shares, f"stages[{index}]")
         stages.append(
             StageWork(
                 lane=parts.placement[index],
                 group=group,
-                layers=tuple(programs.program(layer, sharding_key(stage), shares).graphs for layer in layers),
+                layers=tuple(program.graphs for program in made),
                 rows=_rows(space, parts.microbatches, group),
                 slices=_slices(space, parts),
                 recompute=stage.recompute,
                 parameters=programs.counts(layers, sharding_key(stage), shares),
                 split_state=parts.split_state[index],
+                shares=own_shares(made, shares),
             )
         )
         for name, count in programs.named(layers, sharding_key(stage), shares).items():

@@ -19,7 +19,7 @@ from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
 from pipefit.plan.check_slices import document_problems, slice_problems
 from pipefit.plan.length import length_problems
-from pipefit.plan.sharded import LayerProgram, Programs, program_hash, sharding_key
+from pipefit.plan.sharded import LayerProgram, Programs, check_handing, program_hash, sharding_key
 from pipefit.plan.types import Edge, Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms
@@ -172,6 +172,7 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].group().axis("shard").shares
         programs = {layer.graph: made.program(layer, sharding_key(stage), shares) for layer in _layers(model, stage)}
+        check_handing([programs[layer.graph] for layer in _layers(model, stage)], shares, f"stages[{index}]")
         seen = program_hash([programs[layer.graph] for layer in _layers(model, stage)])
         if stage.program and seen != stage.program:
             raise StalePlanError(
@@ -214,8 +215,9 @@ def _program(
         members = [place.ranks[d] for d in place.group.along(place.device, ("shard",))]
         shard = ShardContext(group=comms.group(members), shares=axis.shares, position=position)
     layers = [
-        StageLayer(layer.name, programs[layer.graph].graphs[position if axis.size > 1 else 0], layer.parameters)
+        StageLayer(layer.name, program.graphs[position if axis.size > 1 else 0], layer.parameters, program.shares)
         for layer in _layers(model, stage)
+        for program in [programs[layer.graph]]
     ]
     before = [module.name for module in model.modules].index(stage.module)
     program = StageProgram(

@@ -31,5 +31,5 @@ class LabelCount:
     def __call__(self, feed: Feed) -> int:
         record = Record(0, 0, feed, train=False)
         assert feed.rows is not None
-        record.rows = record.local_rows = len(feed.rows)
+        record.rows = len(feed.rows)
         return int((self._function.call(record, None) != self._ignored).sum())

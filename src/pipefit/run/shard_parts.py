@@ -189,6 +189,11 @@ def _all_to_all(
     exchanged(lambda: comms.exchange(out, x, out_lengths, lengths, context.group))
 
 
+def require_part(x: torch.Tensor, dim: int, runs: Sequence[Run], context: ShardContext, kind: str) -> None:
+    """Raises PlanError for a tensor that is not this device's run along `dim`."""
+    _require(x, dim, _lengths(runs)[context.position], kind, runs)
+
+
 def _lengths(runs: Sequence[Run]) -> list[int]:
     return [stop - start for start, stop in runs]
 

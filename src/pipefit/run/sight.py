@@ -23,13 +23,13 @@ class Sight:
     def __init__(
         self, record: Record, first: int, q: torch.Tensor, window: int | None, shard: Any, part: tuple[int, int]
     ) -> None:
-        self.first, self.count, self.window = first, q.shape[1], window
+        self.first, self.count, self.window, self.row = first, q.shape[1], window, 0
         self.documents = record.feed.documents
         if self.documents is not None:
             self.documents = self.documents[:, slice(*part)]
         if self.documents is not None and self.documents.shape[0] != q.shape[0]:  # rows split over the shards
             start, stop = shard.runs(self.documents.shape[0])[shard.position]
-            self.documents = self.documents[start:stop]
+            self.documents, self.row = self.documents[start:stop], start
         self.masks = record.masks
         self.dtype, self.device = q.dtype, q.device
         count = self.count
@@ -50,7 +50,8 @@ class Sight:
 
     def _mask(self, start: int, stop: int) -> torch.Tensor:
         """(B or 1, 1, T, stop - start): 0 where a key is seen, a large negative number where it is not."""
-        key = (self.window, self.first, start, stop, 0 if self.documents is None else len(self.documents))
+        rows = 0 if self.documents is None else len(self.documents)
+        key = (self.window, self.first, self.count, start, stop, self.row, rows)  # layers may have shares of their own
         if key not in self.masks:
             places = torch.arange(self.first, self.first + self.count, device=self.device).unsqueeze(0)
             lower: Any = places - self.window + 1 if self.window is not None else torch.zeros_like(places)

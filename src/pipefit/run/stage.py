@@ -9,7 +9,7 @@ allocates gradients, communicates between stages, or waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,8 @@ class StageLayer:
     name: str
     graph: Graph
     parameters: Mapping[str, str]
+    shares: tuple[int, ...] = ()
+    "Everyone's along the shard axis, where they are the layer's own; empty: those of the stage."
 
 
 class StageProgram:
@@ -83,6 +85,7 @@ class StageProgram:
     def _compile(
         self, place: int, layer: StageLayer, seed: int, model_layer: int, modules: Mapping[str, torch.nn.Module] | None
     ) -> LayerFunction:
+        shard = replace(self.shard, shares=layer.shares) if self.shard is not None and layer.shares else self.shard
         contexts = [
             Context(
                 graph=layer.graph,
@@ -93,7 +96,7 @@ class StageProgram:
                 device=self.device,
                 seed=seed,
                 slices=self.slices,
-                shard=self.shard,
+                shard=shard,
                 modules=modules,
             )
             for index in range(len(layer.graph.operators))
@@ -170,9 +173,6 @@ class StageProgram:
         assert extent is not None, "neither inputs nor a feed that says how many rows there are"
         record.rows = extent.shape[0] if feed.rows is None else len(feed.rows)
         record.tokens = extent.shape[1] if extent.dim() > 1 else 1
-        shard = self.shard
-        record.local_rows = record.rows if shard is None else shard.length(record.rows)
-        record.local_tokens = record.tokens if shard is None else shard.length(record.tokens)
         if len(inputs) > ("" in inputs):
             record.extras = {name: tensor for name, tensor in inputs.items() if name}
         return record

@@ -46,8 +46,6 @@ class Record:
         "deferred",
         "extras",
         "feed",
-        "local_rows",
-        "local_tokens",
         "masks",
         "microbatch",
         "past",
@@ -65,8 +63,6 @@ class Record:
         self.train = train
         self.rows = 0
         self.tokens = 0
-        self.local_rows = 0
-        self.local_tokens = 0
         self.deferred: list[Deferred] | None = None
         self.pieces: list[Piece] = []
         self.cache: dict[Any, Any] = {}

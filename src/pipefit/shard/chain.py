@@ -8,16 +8,20 @@ layers share get one form, tried one by one.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pipefit.cost.memory import COMPUTE_BYTES
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, Form, gathered
-from pipefit.model.graph import Graph, Layer, Model
+from pipefit.model.graph import Graph, Layer, Model, element_count
 from pipefit.shard.frontier import solve_between
 from pipefit.shard.pricing import PricedLayer, Setting, number_of, on_stream, priced
 from pipefit.shard.recipe import Recipe, recipe_of
 from pipefit.shard.template import Chosen, chosen, held_fractions
+
+Shares = tuple[int, ...]
 
 Pinned = tuple[tuple[str, Form, bool], ...]
 """Of a layer's parameters that other layers share: local name, form, and whether what comes once an iteration and what
@@ -36,10 +40,13 @@ class Link:
     "As the search counts it, for the shares it was searched with: devices in step after every operator."
     shares: tuple[int, ...] = ()
     "For which its collectives are lowered; none: they are padded."
+    around: tuple[Shares, ...] = ()
+    "Where not all layers have the same: the shares by which its hidden state comes in, its own, and by which it goes."
 
     @property
     def recipe(self) -> Recipe:
-        return recipe_of(self.layer, self.choice, self.takes, self.gives, self.shares)
+        found = recipe_of(self.layer, self.choice, self.takes, self.gives, self.shares)
+        return replace(found, shares=self.around)
 
 
 _Met = tuple[Form, tuple[tuple[str, tuple[Form, Form]], ...]]
@@ -62,12 +69,14 @@ class Chains:
     _templates: dict[tuple[str, Pinned], PricedLayer] = field(default_factory=dict)
     _solved: dict[object, Mapping[tuple[Form, Form], Link]] = field(default_factory=dict)
 
-    def search(self, layers: Sequence[Layer], shares: Sequence[int]) -> tuple[Link, ...]:
-        """The cheapest programs of consecutive layers for these shares. The first takes its hidden state and the last
-        hands it on in whatever form is cheapest. Raises PlanError where there is no program at all."""
+    def search(self, layers: Sequence[Layer], shares: Sequence[int], own: Sequence[Shares] = ()) -> tuple[Link, ...]:
+        """The cheapest programs of consecutive layers for these shares, or where every layer has its `own`, for those.
+        The first takes its hidden state and the last hands it on in whatever form is cheapest. Raises PlanError where
+        there is no program at all."""
         best: tuple[float, tuple[Link, ...]] | None = None
+        each = own or (tuple(shares),) * len(layers)
         for forms in self._tied_forms(layers):
-            found = self._path(layers, shares, forms)
+            found = self._path(layers, each, forms)
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is None:
@@ -85,7 +94,7 @@ class Chains:
         return priced(graph, self.setting, takes, forms, {name for name, _, counted in pinned if not counted})
 
     def _path(
-        self, layers: Sequence[Layer], shares: Sequence[int], tied: Mapping[str, Form]
+        self, layers: Sequence[Layer], shares: Sequence[Shares], tied: Mapping[str, Form]
     ) -> tuple[float, tuple[Link, ...]] | None:
         """The cheapest way through the forms between layers; `tied` are the forms of shared parameters.
 
@@ -105,10 +114,13 @@ class Chains:
             )
             after: dict[_Met, tuple[float, tuple[Link, ...]]] = {}
             for (form, met), (cost, path) in states.items():
+                cost += border_s(self, layers, place, form, shares)
+                if cost == float("inf"):
+                    continue
                 before = dict(met).get(layer.graph)
                 if before is not None and before[0] != form:
                     continue
-                for gives, link in self._layer(layer.graph, pinned, form, shares).items():
+                for gives, link in self._layer(layer.graph, pinned, form, shares[place]).items():
                     if before is not None and before[1] != gives:
                         continue
                     new = met if before is not None else (*met, (layer.graph, (form, gives)))
@@ -181,6 +193,43 @@ class Chains:
             for name, rank in ranks.items()
         ]
         return [dict(each) for each in itertools.product(*options)]
+
+
+def border_s(chains: Chains, layers: Sequence[Layer], place: int, form: Form, shares: Sequence[Shares]) -> float:
+    """Seconds of bringing the hidden state in front of a layer from the shares of the one before to its own, there and
+    back; infinite where both come several times: equal layers have one program, and cannot do it."""
+    if place == 0 or form.kind != "G" or shares[place - 1] == shares[place]:
+        return 0.0
+    used = Counter(layer.graph for layer in layers)
+    if chains.setting.reshare_s is None or min(used[layers[place - 1].graph], used[layers[place].graph]) > 1:
+        return float("inf")
+    graph = chains.model.layer_graph(layers[place - 1])
+    shape = next(tensor.shape for tensor in graph.tensors if tensor.name == graph.outputs[0])
+    setting = chains.setting
+    size = float(element_count(shape, setting.symbols) * COMPUTE_BYTES[setting.precision])
+    old, new = shares[place - 1], shares[place]
+    return chains.setting.reshare_s(size, old, new) + chains.setting.reshare_s(size, new, old)
+
+
+def borders_s(chains: Chains, layers: Sequence[Layer], links: Sequence[Link], shares: Sequence[Shares]) -> float:
+    """The same of all layers."""
+    return sum(border_s(chains, layers, place, link.takes, shares) for place, link in enumerate(links))
+
+
+def with_shares(
+    layers: Sequence[Layer], links: Sequence[Link], shares: Sequence[Shares], group: Shares
+) -> tuple[Link, ...]:
+    """These programs with shares of their own. Of two layers that meet, the first reshares if it comes once, else the
+    second; where nothing is split nobody need."""
+    used = Counter(layer.graph for layer in layers)
+    found = []
+    for place, link in enumerate(links):
+        before, own, after = shares[max(0, place - 1)], shares[place], shares[min(len(links) - 1, place + 1)]
+        gives = after if used[layers[place].graph] == 1 and link.gives.kind == "G" else own
+        takes = before if place and used[layers[place - 1].graph] > 1 and link.takes.kind == "G" else own
+        around = () if {takes, own, gives} == {group} else (takes, own, gives)
+        found.append(replace(link, shares=own, around=around))
+    return tuple(found)
 
 
 def stream_forms(graph: Graph, incoming: bool) -> tuple[Form, ...]:

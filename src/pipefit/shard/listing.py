@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipefit.model.graph import Layer, Model
+from pipefit.cost.exchanges import exchanges_of
+from pipefit.model.graph import Graph, Layer, Model, Operator
+from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.shard.chain import Link
 from pipefit.shard.pricing import Setting
 from pipefit.shard.recipe import write
@@ -38,6 +40,8 @@ class LayerListing:
     cost_s: float
     "The sum of its lines."
     recipe: str
+    shares: tuple[int, ...]
+    "Its own, where they are not the group's."
     lines: tuple[Line, ...]
 
 
@@ -70,7 +74,8 @@ class Listing:
             lines.append(f"memory of {kind}: {format_bytes(held)} of {format_bytes(self.limit_bytes[kind])}")
         for layer in self.layers:
             many = f" and {layer.times - 1} more like it" if layer.times > 1 else ""
-            lines += ["", f"{layer.name}{many}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
+            own = f" with shares {':'.join(map(str, layer.shares))}" if layer.shares else ""
+            lines += ["", f"{layer.name}{many}{own}: {layer.takes} to {layer.gives}, {format_seconds(layer.cost_s)}"]
             lines += [f"  {line.text}{_costs(line)}" for line in layer.lines]
         return "\n".join(lines) + "\n"
 
@@ -96,14 +101,12 @@ def listing(model: Model, layers: Sequence[Layer], found: Synthesized, setting: 
         cost_s=found.cost_s,
         held_bytes={kind.name: held for kind, held in zip(setting.distinct, found.held_bytes, strict=True)},
         limit_bytes={kind.name: kind.memory_bytes for kind in setting.distinct},
-        layers=tuple(
-            _layer(model, layer, link, found.shares, used.count(graph)) for graph, (layer, link) in first.items()
-        ),
+        layers=tuple(_layer(model, layer, link, setting, used.count(graph)) for graph, (layer, link) in first.items()),
     )
 
 
-def _layer(model: Model, layer: Layer, link: Link, shares: Sequence[int], times: int) -> LayerListing:
-    lines = tuple(_lines(model, layer, link, shares))
+def _layer(model: Model, layer: Layer, link: Link, setting: Setting, times: int) -> LayerListing:
+    lines = tuple(_lines(model, layer, link, setting))
     return LayerListing(
         name=layer.name,
         times=times,
@@ -111,17 +114,20 @@ def _layer(model: Model, layer: Layer, link: Link, shares: Sequence[int], times:
         gives=str(link.gives),
         cost_s=sum(line.forward_s + line.backward_s + line.once_s for line in lines),
         recipe=link.recipe.text,
+        shares=link.shares if link.around else (),
         lines=lines,
     )
 
 
-def _lines(model: Model, layer: Layer, link: Link, shares: Sequence[int]) -> Iterator[Line]:
+def _lines(model: Model, layer: Layer, link: Link, setting: Setting) -> Iterator[Line]:
     """The lines of a program's text, each with what it costs."""
     template = link.layer.template
-    fractions = held_fractions(template.cuts, shares, template.members)
-    _, _, *rest = write(model.layer_graph(layer), shares, link.recipe).text().splitlines()
+    fractions = held_fractions(template.cuts, link.shares, template.members)
+    program = write(model.layer_graph(layer), link.shares, link.recipe)
+    _, _, *rest = program.text().splitlines()
     costs = {line.text: line for line in _parameters(link, fractions)}
-    operators = list(_operators(model, layer, link, fractions))
+    moved = [_resharing(program.graphs[0], operator, setting) for operator in program.graphs[0].operators]
+    operators = [*filter(None, moved[:1]), *_operators(model, layer, link, fractions), *filter(None, moved[1:])]
     place = 0
     for text in rest:
         if text.startswith("parameter "):
@@ -132,6 +138,18 @@ def _lines(model: Model, layer: Layer, link: Link, shares: Sequence[int]) -> Ite
             cost, place = operators[place], place + 1
         yield Line(text=text, forward_s=cost.forward_s, backward_s=cost.backward_s, once_s=cost.once_s)
     assert place == len(operators), "a line of the program has no cost"
+
+
+def _resharing(graph: Graph, operator: Operator, setting: Setting) -> Line | None:
+    """What bringing the hidden state to other shares takes; None for any other operator."""
+    if operator.kind != RESHARE:
+        return None
+    exchanges = exchanges_of(graph, operator, setting.symbols, setting.precision)
+    assert setting.reshare_s is not None
+    seconds = 0.0
+    for _, size, _, shares in (*exchanges.forward, *exchanges.input_gradient):
+        seconds += setting.reshare_s(size, shares[: len(shares) // 2], shares[len(shares) // 2 :])
+    return Line(text="", forward_s=seconds)
 
 
 def _parameters(link: Link, fractions: Fractions) -> Iterator[Line]:

@@ -10,13 +10,15 @@ the same shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, PARTIAL, Form, Run, gathered, split
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Size, Tensor
 from pipefit.model.ops.linear_factors import KIND as FACTORS
+from pipefit.model.ops.reshare import KIND as RESHARE
+from pipefit.model.ops.reshare import shares_of
 from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
 
 TOKENS: Size = "T"
@@ -42,6 +44,8 @@ class Held:
     form: Form = IDENTITY
     units: int = 0
     "0 for tokens and rows, whose number is only known at run time."
+    shares: tuple[int, ...] = ()
+    "Of a hidden state that is cut by others than the program's, because a layer before or behind has its own."
 
 
 WHOLE = Held()
@@ -96,6 +100,10 @@ class ShardedGraph:
     shares: tuple[int, ...]
     forms: Mapping[str, Form]
     "Of every value that an operator produces."
+    taken_shares: tuple[int, ...]
+    "Those by which the hidden state that comes in is cut."
+    given_shares: tuple[int, ...]
+    "And the one that is handed on."
 
     def text(self) -> str:
         """The program for people: parameters with their forms, then one line an operator with everyone's shapes."""
@@ -109,6 +117,8 @@ class ShardedGraph:
             shapes = " | ".join(_shape_text(graph.tensor(operator.outputs[0]).shape) for graph in self.graphs)
             inputs = ", ".join(name or "-" for name in operator.inputs)
             how = operator.attributes.get("lowering", "")
+            if operator.kind == RESHARE:
+                how = ">".join(":".join(map(str, shares)) for shares in shares_of(operator))
             lines.append(f"{operator.outputs[0]} = {operator.kind}{how and '/'}{how}({inputs}): {shapes}")
         return "\n".join([*lines, f"return {', '.join(first.outputs)}"]) + "\n"
 
@@ -118,6 +128,9 @@ class Program:
 
     def __init__(self, graph: Graph, shares: Sequence[int], stream: Held) -> None:
         self.graph, self.shares, self.stream = graph, tuple(shares), stream.form
+        self.taken_shares = stream.shares or self.shares
+        self.arriving: dict[str, str] = {}
+        "What comes in by other shares -> the name under which it does; its own is what it is made here."
         self.shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
         self.shapes |= {spec.name: spec.shape for spec in graph.parameters}
         self.dtypes = {tensor.name: tensor.dtype for tensor in (*graph.inputs, *graph.tensors)}
@@ -130,6 +143,11 @@ class Program:
             on_stream = tensor.role == "activation" and len(tensor.shape) > 1
             self.held[tensor.name] = stream if on_stream else WHOLE
         self.input_held = dict(self.held)
+        for tensor in graph.inputs if stream.shares else ():
+            if self.held[tensor.name] == stream:
+                arriving = self.arriving[tensor.name] = f"{tensor.name}.taken"
+                self.shapes[arriving], self.dtypes[arriving], self.held[arriving] = tensor.shape, tensor.dtype, stream
+                self._reshare(arriving, tensor.name, replace(stream, shares=()))
 
     def add(self, operator: Operator, labelled: Labelled, choice: Choice) -> None:
         """Convert the inputs to what the choice needs, then write the operator. A partial result is reduced at once
@@ -207,7 +225,10 @@ class Program:
         outputs = []
         for name in self.graph.outputs:
             on_stream = len(self.shapes[name]) > 1
-            outputs.append(self.bring(name, gives if on_stream else WHOLE))
+            found = self.bring(name, replace(gives, shares=()) if on_stream else WHOLE)
+            if on_stream and gives.shares:
+                found = self._reshare(found, f"{name}.given", gives)
+            outputs.append(found)
         taken = [t.name for t in self.graph.inputs if t.role == "activation"]
         return ShardedGraph(
             graphs=tuple(self._local_graph(position, tuple(outputs)) for position in range(len(self.shares))),
@@ -216,6 +237,8 @@ class Program:
             output_form=self.held[outputs[0]].form,
             shares=self.shares,
             forms={tensor.name: self.held[tensor.name].form for tensor in self.tensors[0]},
+            taken_shares=self.taken_shares,
+            given_shares=gives.shares or self.shares,
         )
 
     def local_shape(self, name: str, position: int) -> Shape:
@@ -237,12 +260,13 @@ class Program:
         size = self.shapes[name][held.form.dim]
         if not isinstance(size, int) or held.units == 0 or size % held.units:
             raise PlanError("This dimension cannot be split.", where=name, seen=f"{size} in {held.units} units")
-        runs = split(size, self.shares, size // held.units)
+        shares = held.shares or self.shares
+        runs = split(size, shares, size // held.units)
         if any(start == stop for start, stop in runs):
             raise PlanError(
                 "A device of the shard axis would get nothing: there are too few units for these shares.",
                 where=f"{name}, dimension {held.form.dim} of {size}",
-                seen=f"{held.units} units for shares {' '.join(map(str, self.shares))}",
+                seen=f"{held.units} units for shares {' '.join(map(str, shares))}",
                 allowed=f"at most {held.units} devices, with shares that give each at least one unit",
                 next_step="make the shares more even"
                 if len(self.shares) <= held.units
@@ -283,6 +307,23 @@ class Program:
                 attributes["lowering"] = how
             operator = Operator(kind=kind, inputs=(name,), outputs=(new,), attributes=attributes)
             self._append(position, operator)
+        return new
+
+    def _reshare(self, name: str, new: str, want: Held) -> str:
+        """Bring a split value from the shares by which it is cut to those of `want`, as the value `new`."""
+        have, dim = self.held[name], want.form.dim
+        assert dim is not None and have.form == want.form, f"{name} is {have.form}, not {want.form}"
+        self.shapes[new], self.dtypes[new], self.held[new] = self.shapes[name], self.dtypes[name], want
+        whole = self.shapes[name][dim]
+        for position in range(len(self.shares)):
+            attributes = {
+                "dim": dim,
+                "size": self.local_shape(new, position)[dim],
+                "whole": whole,
+                "from": list(have.shares or self.shares),
+                "to": list(want.shares or self.shares),
+            } | ({"units": want.units} if want.units not in (0, whole) else {})
+            self._append(position, Operator(kind=RESHARE, inputs=(name,), outputs=(new,), attributes=attributes))
         return new
 
     def _settle(self, operator: Operator, late: list[str], form: Form | None, how: str) -> None:
@@ -387,8 +428,9 @@ class Program:
 
     def _local_graph(self, position: int, outputs: tuple[str, ...]) -> Graph:
         inputs = tuple(
-            Tensor(name=t.name, shape=self.local_shape(t.name, position), dtype=t.dtype, role=t.role)
+            Tensor(name=name, shape=self.local_shape(name, position), dtype=t.dtype, role=t.role)
             for t in self.graph.inputs
+            for name in [self.arriving.get(t.name, t.name)]
         )
         parameters = []
         for spec in self.graph.parameters:

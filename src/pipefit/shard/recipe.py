@@ -3,7 +3,9 @@ writes the same program.
 
     G1>G1 d1 t0:G1>I out heads in t12:P>G1 +0 ...
 
-First the forms in which the layer takes the hidden state and hands it on; then one word an operator, in order: the
+First the forms in which the layer takes the hidden state and hands it on. Where the layer has shares of its own, they
+stand behind an @, between those by which the hidden state comes in and those by which it is handed on (`@2:1>5:2>5:2`);
+else all are the group's. Then one word an operator, in order: the
 label that is split, `-` for whole, `+0` for partial sums that pass, `in>G1` for a label whose partial result is
 reduced at once, `d1*` for a linear layer split along tokens whose factors are gathered for the weight gradient. Words
 with a colon are conversions of a value, in front of what follows. What moves parts not padded says how behind
@@ -26,6 +28,8 @@ from pipefit.shard.program import Choice, Conversion, Held, ShardedGraph, shard
 from pipefit.shard.rules import Labelled
 from pipefit.shard.template import Chosen, Toll, held_fractions
 
+Shares = tuple[int, ...]
+
 Turn = tuple[str, Form, Form, str]
 """A conversion: (value, from form, to form, how uneven parts are moved)."""
 
@@ -41,11 +45,14 @@ class Recipe:
     before: tuple[tuple[Turn, ...], ...]
     "Of every operator: the conversions in front of it."
     after: tuple[Turn, ...]
+    shares: tuple[Shares, ...] = ()
+    "Of the hidden state that comes in, of the layer, and of what it hands on; empty: the group's."
 
     @property
     def text(self) -> str:
         """The recipe in words."""
         words = [f"{self.takes}>{self.gives}"]
+        words += ["@" + ">".join(":".join(map(str, shares)) for shares in self.shares)] if self.shares else []
         for pick, turns in zip(self.picks, self.before, strict=True):
             words += [*map(_turn_word, turns), _pick_word(pick)]
         return " ".join([*words, *map(_turn_word, self.after)])
@@ -82,6 +89,9 @@ def parse_recipe(text: str) -> Recipe:
     """The recipe in `text`. Raises PlanError where it is none."""
     first, *words = text.split() or [""]
     takes, separator, gives = first.partition(">")
+    shares: tuple[Shares, ...] = ()
+    if words and words[0].startswith("@"):
+        shares = _shares(words.pop(0))
     if not separator:
         raise PlanError(
             "A recipe begins with the forms it takes and gives.", seen=repr(first), allowed="for example G1>G1"
@@ -97,13 +107,18 @@ def parse_recipe(text: str) -> Recipe:
             before.append(tuple(turns))
             turns = []
     return Recipe(
-        takes=parse_form(takes), gives=parse_form(gives), picks=tuple(picks), before=tuple(before), after=tuple(turns)
+        takes=parse_form(takes),
+        gives=parse_form(gives),
+        picks=tuple(picks),
+        before=tuple(before),
+        after=tuple(turns),
+        shares=shares,
     )
 
 
 def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
-    """The program of a recipe. Raises PlanError for a recipe of another graph, and for shares that leave a device
-    without a unit."""
+    """The program of a recipe; `shares` are the group's. Raises PlanError for a recipe of another graph, and for shares
+    that leave a device without a unit."""
     if len(recipe.picks) != len(graph.operators):
         raise PlanError(
             "This recipe is for another layer.",
@@ -113,6 +128,14 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
             next_step="make the plan again with the model as it is now",
         )
     units = cut_units(graph)
+    taken, own, given = recipe.shares or (tuple(shares),) * 3
+    if any(len(each) != len(shares) for each in (taken, own, given)):
+        raise PlanError(
+            "This recipe is for another number of devices.",
+            where="recipe",
+            seen=":".join(map(str, own)),
+            allowed=f"{len(shares)} shares",
+        )
 
     def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice:
         pick = recipe.picks[place]
@@ -129,9 +152,14 @@ def write(graph: Graph, shares: Sequence[int], recipe: Recipe) -> ShardedGraph:
         return Choice(pick.label, cut, settle=pick.settle, how=pick.how, factors=pick.factors, before=before)
 
     after = [_conversion(turn, units) for turn in recipe.after]
-    taken = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
-    takes, gives = _held(taken, recipe.takes, units), _held(graph.outputs[0], recipe.gives, units)
-    return shard(graph, shares, takes, choose, gives, after)
+    hidden = next((tensor.name for tensor in graph.inputs if tensor.role == "activation"), "")
+    takes, gives = _held(hidden, recipe.takes, units), _held(graph.outputs[0], recipe.gives, units)
+    return shard(graph, own, _cut_by(takes, taken, own), choose, _cut_by(gives, given, own), after)
+
+
+def _cut_by(held: Held, shares: Shares, own: Shares) -> Held:
+    """The hidden state by these shares, where it is split and they are not the layer's."""
+    return replace(held, shares=shares) if held.form.kind == "G" and shares != own else held
 
 
 def _conversion(turn: Turn, units: Mapping[tuple[str, int], int]) -> Conversion:
@@ -153,6 +181,18 @@ def _units_of(label: str, operator: Operator, labelled: Labelled, units: Mapping
         if name and labels and label in labels and (name, labels.index(label)) in units:
             return units[name, labels.index(label)]
     raise PlanError("This operator has no such label to split.", where=f"recipe, {operator.kind}", seen=label)
+
+
+def _shares(word: str) -> tuple[Shares, ...]:
+    parts = word[1:].split(">")
+    if len(parts) != 3 or not all(re.fullmatch(r"[1-9]\d*(:[1-9]\d*)*", part) for part in parts):
+        raise PlanError(
+            "These are no shares of a layer.",
+            where="recipe",
+            seen=repr(word),
+            allowed="taken>own>handed on, for example @2:1>5:2>5:2",
+        )
+    return tuple(tuple(map(int, part.split(":"))) for part in parts)
 
 
 def _turn_word(turn: Turn) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -35,6 +35,8 @@ class Setting:
     lowered: Callable[[str, float], tuple[Lowered, ...]] | None = None
     "(all_gather, reduce_scatter or all_to_all, bytes of the whole tensor) -> its lowerings over these devices; None:"
     " parts are padded, and nothing goes from one split to another at once."
+    reshare_s: Callable[[float, Sequence[float], Sequence[float]], float] | None = None
+    "(bytes of the whole tensor, shares before, shares afterwards) -> seconds, one way; None: all layers have the same."
     lanes: int = 1
     "Groups of devices over which the layers are spread: one of them holds so small a part."
 

@@ -210,18 +210,19 @@ def cost_s(stretches: Sequence[tuple[Stretch, int]], members: Members, shares: S
     return sum(times * stretch.cost_s(fractions, members.kinds) for stretch, times in stretches)
 
 
-def beside_s(chain: Sequence[Chosen], shares: Sequence[int], bucket_s: float, microbatches: int) -> float:
+def beside_s(chain: Sequence[Chosen], shares: Sequence[Sequence[int]], bucket_s: float, microbatches: int) -> float:
     """Seconds of a microbatch's part of the gradient reductions that are over when the last backward is: bucket by
-    bucket (`cost/overlap.py`), where reducing a full one takes `bucket_s`. Sizes are told in seconds here."""
-    pieces: dict[int, list[Piece]] = {}
-    for chosen, _ in _distinct(chain):
+    bucket (`cost/overlap.py`), where reducing a full one takes `bucket_s`; `shares` are those of every program. Sizes
+    are told in seconds here."""
+    pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
+    for key, (chosen, own) in {(id(one), each): (one, each) for one, each in zip(chain, shares, strict=True)}.items():
         template, kinds = chosen.template, range(chosen.template.members.kinds)
-        fractions = held_fractions(template.cuts, shares, template.members)
+        fractions = held_fractions(template.cuts, own, template.members)
         ways = [step.ways[number] for step, number in zip(template.steps, chosen.ways, strict=True)]
-        pieces[id(chosen)] = [
+        pieces[key] = [
             (microbatches * way.once_s, max(way.backward_s(fractions, kind) for kind in kinds)) for way in ways
         ]
-    every = [piece for chosen in chain for piece in pieces[id(chosen)]]
+    every = [piece for one, each in zip(chain, shares, strict=True) for piece in pieces[id(one), each]]
     return hidden_s(sum(size for size, _ in every), every, bucket_s) / microbatches
 
 

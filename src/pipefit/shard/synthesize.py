@@ -227,7 +227,7 @@ class _Alternation:
         if seconds is None:
             return None
         if setting.overlap:
-            seconds -= setting.overlap * beside_s(chain, given, setting.bucket_s, setting.microbatches)
+            seconds -= setting.overlap * beside_s(chain, [given] * len(chain), setting.bucket_s, setting.microbatches)
         return seconds * _penalty(self.chains, held_bytes(chain, given))
 
 

@@ -23,6 +23,7 @@ from pipefit.cost.table import replica_rings, shard_rings
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split
 from pipefit.model.ops.kind import Said
+from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.saved import kept
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -75,14 +76,13 @@ def _add_shard_collectives(
             continue
         rows = stage.rows[stage.group.position(ring[0], "replica")]
         for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
-            (own_tokens, own_rows) = (
-                stop - start
-                for start, stop in (split(length, stage.group.axis("shard").shares)[0] for length in (tokens, rows))
-            )
-            symbols = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
+            symbols = {"B": rows, "T": tokens, "P": past}
             lowerings, passed = lowerings_over(network, [ring]), Counter[str]()
-            for kind, size, how, units in _collectives(stage, symbols, work.precision):
-                parts = [_fractions(count, stage) for count in units]
+            for shares, (kind, size, how, units) in _collectives(stage, symbols, work.precision):
+                if kind == RESHARE:  # of these the units are shares
+                    parts: list[tuple[float, ...]] = [units[: len(ring)], units[len(ring) :]]
+                else:
+                    parts = [_fractions(count, shares) for count in units]
                 if kind != "all_to_all" and how == "padded":
                     passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
                     passed[kind] += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
@@ -93,18 +93,23 @@ def _add_shard_collectives(
                 _add_ring(traffic, ring, size * microbatches, "shards", network, kind)
 
 
-def _collectives(stage: StageWork, symbols: Mapping[str, int], precision: Precision) -> Iterator[Said]:
-    """All collectives of a microbatch: forward, backward and what is recomputed."""
-    for graphs in stage.layers:
-        graph = graphs[0]
+def _collectives(
+    stage: StageWork, sizes: Mapping[str, int], precision: Precision
+) -> Iterator[tuple[tuple[int, ...], Said]]:
+    """All collectives of a microbatch, each with the shares of its layer: forward, backward and what is recomputed."""
+    for place, graphs in enumerate(stage.layers):
+        graph, shares = graphs[0], stage.shares_of(place)
+        own = {"S": split(sizes["T"], shares)[0][1], "R": split(sizes["B"], shares)[0][1]}
+        symbols = {**sizes, **own}
         again = set(kept(graph, stage.recompute, COMPUTE_BYTES[precision]).again)
         for index, operator in enumerate(graph.operators):
             ahead, back, late = exchanges_of(graph, operator, symbols, precision)
-            yield from itertools.chain(ahead, ahead if index in again else (), back, late)
+            for said in itertools.chain(ahead, ahead if index in again else (), back, late):
+                yield shares, said
 
 
-def _fractions(units: int, stage: StageWork) -> tuple[float, ...]:
-    return tuple((stop - start) / units for start, stop in split(units, stage.group.axis("shard").shares))
+def _fractions(units: int, shares: Sequence[int]) -> tuple[float, ...]:
+    return tuple((stop - start) / units for start, stop in split(units, shares))
 
 
 def _add_reductions(traffic: Traffic, stage: StageWork, work: PipelineWork, network: Network) -> None:

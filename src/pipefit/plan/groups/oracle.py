@@ -20,6 +20,7 @@ from pipefit.plan.groups.layouts import FEW, Devices
 from pipefit.plan.searched import setting_of
 from pipefit.plan.types import Job
 from pipefit.shard.chain import Chains
+from pipefit.shard.segments import segmented
 from pipefit.shard.synthesize import Synthesized, cheapest, leanest
 
 STREAMS: tuple[Form, ...] = (IDENTITY, gathered(0), gathered(1), gathered(2))
@@ -92,6 +93,13 @@ class Oracle:
                 answer.forms[form] = self._leanest(answer.chains, best.shares)
                 answer.chains.streams = free
         return {form: found for form, found in answer.forms.items() if found is not None}
+
+    def segmented(self, ask: Ask, found: Synthesized) -> Synthesized:
+        """The programs of one group for the whole model, with shares of their own for parts of it where that is
+        cheaper; as they are where shares are given or devices are many."""
+        if self.shares or self.bench.network.devices > FEW:
+            return found
+        return segmented(self._answer(ask).chains, self.bench.module.layers, found)
 
     def _answer(self, ask: Ask) -> _Known:
         key = self._key(ask)

@@ -284,8 +284,11 @@ class _Looker:
         chosen = cheapest_forms(self.bench.network, held, placement, self.shape(rows), width)
         if chosen is None:
             return None
-        recipes = [self.recipes(forms[form]) if forms else "" for forms, form in zip(sets, chosen, strict=True)]
-        shards = tuple(one.shares for one in held)
+        found = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
+        if len(found) == 1 and found[0] is not None and (ask := self.asks(hope)[0]) is not None:
+            found = [self.oracle.segmented(ask, found[0])]
+        recipes = [self.recipes(one) if one else "" for one in found]
+        shards = tuple(one.shares if one else lane.shares for one, lane in zip(found, held, strict=True))
         decisions = Decisions(
             stages=len(layout.lanes),
             replicas=(1,) * layout.replicas,

@@ -45,7 +45,7 @@ def build(operator: Operator, context: Context) -> Step:
             if "input" in item:
                 return values[item["input"]]
             if "size" in item:
-                return late_size(item["size"])(record)
+                return late_size(item["size"], context.shard)(record)
             if "float" in item:
                 return float(item["float"])
             return context.device if "device" in item else type_of(item["type"], context)

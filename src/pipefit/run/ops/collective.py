@@ -22,7 +22,7 @@ from pipefit.run.stage_record import Record
 
 def build_all_gather(operator: Operator, context: Context) -> Step:
     dim, units, shard = _reading(operator, context)
-    total, how = late_size(operator.attributes["size"]), lowering_of(operator)
+    total, how = late_size(operator.attributes["size"], shard), lowering_of(operator)
 
     def all_gather(record: Record, x: torch.Tensor) -> Any:
         return shard_comm.AllGather.apply(x, shard.runs(total(record), units), dim, shard, how)
@@ -39,7 +39,7 @@ def build_reduce_scatter(operator: Operator, context: Context) -> Step:
 def build_all_to_all(operator: Operator, context: Context) -> Step:
     dim, units, shard = _reading(operator, context)
     how, old, old_units = lowering_of(operator), int(operator.attributes["from"]), operator.attributes["from_units"]
-    total = late_size(operator.attributes["whole"])
+    total = late_size(operator.attributes["whole"], shard)
 
     def all_to_all(record: Record, x: torch.Tensor) -> Any:
         cut, new = (shard.runs(total(record), old_units), old), (shard.runs(x.shape[dim], units), dim)

@@ -22,7 +22,7 @@ from pipefit.run.stage_record import Record
 
 def build(operator: Operator, context: Context) -> Step:
     layer, shard, dim = context.layer, context.shard, int(operator.attributes["dim"])
-    total, (how, other) = late_size(operator.attributes["whole"]), lowering_of(operator)
+    total, (how, other) = late_size(operator.attributes["whole"], context.shard), lowering_of(operator)
     assert shard is not None, "factors are gathered in a stage without a shard axis"
 
     def linear_factors(record: Record, x: Any, weight: Any, bias: Any) -> Any:

@@ -23,7 +23,7 @@ def build_constant(operator: Operator, context: Context) -> Step:
 
 
 def build_expand(operator: Operator, context: Context) -> Step:
-    parts = [late_size(size) for size in operator.attributes["shape"]]
+    parts = [late_size(size, context.shard) for size in operator.attributes["shape"]]
     return Step(lambda x, *shape: x.expand(shape), prepare=lambda record: tuple(part(record) for part in parts))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from pipefit.model.graph import Operator, Size
 from pipefit.run.ops import Context, Step
+from pipefit.run.shard_parts import ShardContext
 from pipefit.run.stage_record import Record
 
 
@@ -23,21 +24,23 @@ def build_reshape(operator: Operator, context: Context) -> Step:
         rest = tuple(sizes[2:])
         prepare = attrgetter("rows", "tokens")
         return Step(lambda x, rows, tokens: x.reshape((rows, tokens, *rest)), prepare=prepare)
-    parts = [late_size(size) for size in sizes]
+    parts = [late_size(size, context.shard) for size in sizes]
     return Step(lambda x, *shape: x.reshape(shape), prepare=lambda record: tuple(part(record) for part in parts))
 
 
-def late_size(size: Size) -> Callable[[Record], int]:
-    """A function that gives a size's value for a record: products of integers, B, T, and R and S of this share."""
+def late_size(size: Size, shard: ShardContext | None) -> Callable[[Record], int]:
+    """A function that gives a size's value for a record: products of integers, B, T, and this device's parts R and S
+    of them by the shares of its layer."""
     factors = str(size).split("*")
-    names = {"B": "rows", "T": "tokens", "R": "local_rows", "S": "local_tokens"}
+    names = {"B": "rows", "T": "tokens", "R": "rows", "S": "tokens"}
     fixed = math.prod(int(factor) for factor in factors if factor.isdigit())
-    late = [names[factor] for factor in factors if not factor.isdigit()]
+    late = [(names[factor], factor in "RS") for factor in factors if not factor.isdigit()]
 
     def value(record: Record) -> int:
         result = fixed
-        for name in late:
-            result *= getattr(record, name)
+        for name, part in late:
+            length = getattr(record, name)
+            result *= shard.length(length) if part and shard is not None else length
         return result
 
     return value
@@ -50,8 +53,8 @@ def build_transpose(operator: Operator, context: Context) -> Step:
 
 def build_slice(operator: Operator, context: Context) -> Step:
     dim = int(operator.attributes["dim"])
-    start = late_size(operator.attributes["start"])
-    stop = late_size(operator.attributes["stop"])
+    start = late_size(operator.attributes["start"], context.shard)
+    stop = late_size(operator.attributes["stop"], context.shard)
 
     def cut(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
         return x.narrow(dim, first, last - first)

@@ -1,0 +1,173 @@
+"""Layers with shares of their own: where the search takes them, what they cost, and that they never cost more."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from tests.run.stage_toys import toy_layers
+from tests.shard.random_clusters import model_of
+from tests.shard.test_classical import with_vocabulary
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.errors import PlanError
+from pipefit.layout import overlaps, split
+from pipefit.shard.chain import Chains
+from pipefit.shard.listing import listing
+from pipefit.shard.pricing import Setting
+from pipefit.shard.recipe import parse_recipe, write
+from pipefit.shard.segments import _Prices, alike, segmented
+from pipefit.shard.synthesize import fits, synthesize
+
+
+def kind(name, flops, moves, memory=2**40):
+    return DeviceKind(
+        name=name,
+        memory_bytes=memory,
+        memory_bandwidth_bytes_per_s=moves,
+        peak_flops_per_s={"float32": flops},
+        efficiency=1.0,
+        overhead_s=0.0,
+    )
+
+
+def setting(kinds, rows=24, tokens=16, bytes_per_s=1e9, latency_s=1e-7, microbatches=1000):
+    """Devices that send each other straight, each through a port of its own."""
+    count = len(kinds)
+
+    def collective(name, size, how="padded", units=()):
+        once = (count - 1) * (latency_s + size / count / bytes_per_s)
+        return 2 * once if name == "all_reduce" else once
+
+    def reshare_s(size, old, new):
+        moved = overlaps(split(10**6, old), split(10**6, new))
+        out = max(sum(row) - row[place] for place, row in enumerate(moved))
+        into = max(sum(column) - column[place] for place, column in enumerate(zip(*moved, strict=True)))
+        return (count - 1) * latency_s + max(out, into) / 10**6 * size / bytes_per_s
+
+    return Setting(
+        kinds=tuple(kinds),
+        collective=collective,
+        rows=rows,
+        tokens=tokens,
+        precision="float32",
+        microbatches=microbatches,
+        reshare_s=reshare_s,
+    )
+
+
+COMPUTES, MOVES = kind("computes", 1e9, 1e9), kind("moves", 1e8, 1e10)
+"""One device that is ten times as fast at products, one ten times as fast at moving."""
+
+
+def found_by(where, layers):
+    model = model_of(layers)
+    chains = Chains(model, where)
+    common = synthesize(chains, model.layers)
+    return model, common, segmented(chains, model.layers, common)
+
+
+def test_parts_that_compute_and_parts_that_move_get_shares_of_their_own():
+    """Products of a block take the device that computes, a loss over many words the one that moves: the rows of the
+    hidden state go from the one's cut to the other's, and that costs less than it saves."""
+    where = setting((COMPUTES, MOVES), bytes_per_s=1e10)
+    model, common, own = found_by(where, with_vocabulary(512))
+    assert own.cost_s < 0.98 * common.cost_s
+    shares = {layer.name: link.shares for layer, link in zip(model.layers, own.links, strict=True)}
+    assert len({*shares.values()}) > 1
+    first = {name: each[0] / sum(each) for name, each in shares.items()}
+    assert first["layers.0"] > first["loss"]
+    written = [write(model.layer_graph(layer), own.shares, parse_recipe(link.recipe.text))
+               for layer, link in zip(model.layers, own.links, strict=True)]  # fmt: skip
+    for one, other in itertools.pairwise(written):
+        if one.output_form.kind == "G":
+            assert one.given_shares == other.taken_shares
+    assert "reshare" in {each.kind for program in written for each in program.graphs[0].operators}
+    text = listing(model, model.layers, own, where).text()
+    assert " with shares " in text and "= reshare/" in text
+    assert sum(layer.cost_s * layer.times for layer in listing(model, model.layers, own, where).layers) >= own.cost_s
+
+
+def test_links_too_slow_for_it_reshare_nothing():
+    where = setting((COMPUTES, MOVES), latency_s=10.0)
+    model, common, own = found_by(where, with_vocabulary(512))
+    assert own.cost_s <= common.cost_s
+    for link, layer in zip(own.links, model.layers, strict=True):
+        program = write(model.layer_graph(layer), own.shares, link.recipe)
+        assert "reshare" not in {each.kind for each in program.graphs[0].operators}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_they_are_never_dearer_than_common_shares(seed):
+    """On random devices and links, and with equal blocks between others; memory holds what is chosen."""
+    draw = random.Random(seed)
+    kinds = [kind(f"k{i}", 10 ** draw.uniform(8, 10), 10 ** draw.uniform(8, 10)) for i in range(draw.choice((2, 3)))]
+    where = setting(kinds, rows=draw.choice((6, 24)), bytes_per_s=10 ** draw.uniform(7, 11),
+                    microbatches=draw.choice((1, 30)))  # fmt: skip
+    layers = toy_layers(3, tied=bool(seed % 2))
+    model, common, own = found_by(where, layers)
+    assert own.cost_s <= common.cost_s * (1 + 1e-9)
+    chains = Chains(model, where)
+    assert fits(chains, own.held_bytes)
+    for group in alike(model.layers):
+        assert len({own.links[place].shares for place in group}) == 1
+
+
+def test_memory_that_holds_one_part_only():
+    """The fast device has no room for its share of everything; with shares of its own for the vocabulary it keeps the
+    work that it is fast at."""
+    small = kind("fast", 4e9, 4e9)
+    where = setting((small, kind("slow", 1e9, 1e9)), microbatches=1)
+    layers = with_vocabulary(4096)
+    model, common, _ = found_by(where, layers)
+    tight = replace(where, kinds=(replace(small, memory_bytes=int(2**26 + 0.6 * common.held_bytes[0])), where.kinds[1]))
+    model, common, own = found_by(tight, layers)
+    assert fits(Chains(model, tight), own.held_bytes)
+    assert own.cost_s <= common.cost_s
+
+
+def test_the_best_of_all_shares_on_a_grid():
+    """Against every pair of shares for the two halves of a model, with the forms that are best for each."""
+    where = setting((COMPUTES, MOVES), bytes_per_s=1e10)
+    layers = with_vocabulary(512)
+    model = model_of(layers)
+    chains = Chains(model, where)
+    own = segmented(chains, model.layers, synthesize(chains, model.layers))
+    prices = _Prices(chains, model.layers)
+    best = own.cost_s
+    options = [(part, 12 - part) for part in range(1, 12)]
+    for first, second, border in itertools.product(options, options, (1, 2, 3)):
+        each = tuple(first if place < border else second for place in range(4))
+        priced = prices.of(chains.search(model.layers, first, each), each)
+        if priced is not None:
+            best = min(best, priced.cost_s)
+    assert own.cost_s <= best * 1.02
+
+
+def test_a_recipe_says_shares_and_mistakes_are_told():
+    model, _, own = found_by(setting((COMPUTES, MOVES), bytes_per_s=1e10), with_vocabulary(512))
+    link, layer = next((link, layer) for link, layer in zip(own.links, model.layers, strict=True) if link.around)
+    recipe, graph = link.recipe, model.layer_graph(layer)
+    assert parse_recipe(recipe.text) == recipe
+    word = recipe.text.split()[1]
+    for wrong, words in (
+        (recipe.text.replace(word, "@2:1"), r"no shares of a layer(.|\n)*'@2:1'(.|\n)*@2:1>5:2>5:2"),
+        (recipe.text.replace(word, "@2:0>1:1>1:1"), "no shares of a layer"),
+        (recipe.text.replace(word, "@2:1:1>2:1:1>2:1:1"), r"another number of devices(.|\n)*2:1:1(.|\n)*2 shares"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            write(graph, own.shares, parse_recipe(wrong))
+
+
+def test_what_hides_under_the_backward_counts_as_in_common_shares():
+    """Devices that reduce gradients beside their backward: the same shares cost the same, and others never more."""
+    kinds = (replace(COMPUTES, overlap=1.0), replace(MOVES, overlap=1.0))
+    where = setting(kinds, bytes_per_s=1e8, microbatches=2)
+    model = model_of(with_vocabulary(512))
+    chains = Chains(model, where)
+    common = synthesize(chains, model.layers)
+    same = _Prices(chains, model.layers).of(common.links, (common.shares,) * len(model.layers))
+    assert same.cost_s == pytest.approx(common.cost_s)
+    assert segmented(chains, model.layers, common).cost_s <= common.cost_s
