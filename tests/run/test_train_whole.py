@@ -95,3 +95,15 @@ def test_a_model_for_any_length_needs_one():
     text = result.exception.text()
     assert "number of tokens of a row is not given" in text
     assert "add --seq 1024" in text
+
+
+def test_shards_of_a_whole_model_are_searched(tmp_path):
+    options = ("--local", "2", "--fix", "shards=2", "--fix", "replicas=1")
+    made = json.loads(plan(tmp_path / "plan.json", *options).read_text())
+    assert {stage["sharding"] for stage in made["stages"]} == {"searched"}
+    small = "\n\ndef small():\n    return example(BertMoe(20, 8, 8, 2, 1, experts=2), 8)\n"
+    (tmp_path / "moe.py").write_text((MODELS / "bert_moe.py").read_text() + small)
+    words = ["plan", "--model", f"{tmp_path / 'moe.py'}:small", "--batch", "8", "--local", "2", "--fix", "shards=2"]
+    refused = CliRunner().invoke(build_app(), [*words, "--fix", "sharding=megatron-sp"])
+    assert "splits any number of tokens" in refused.exception.text()
+    assert "--fix sharding=searched" in refused.exception.text()

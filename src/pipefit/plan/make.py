@@ -15,6 +15,7 @@ from pipefit.plan.collecting import collection_put_off
 from pipefit.plan.fitting import FIT, best_plans
 from pipefit.plan.groups.search import with_groups
 from pipefit.plan.left_out import left_out
+from pipefit.plan.length import own_length
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.in_planner import place_found
@@ -53,7 +54,7 @@ def make_plan(
     """
     check_apart(model)
     bench = Workbench(model, cluster, layers, name, cluster_source)
-    pins = pins or {}
+    pins = {**whole_pins(model, pins or {}), **(pins or {})}
     if pins.get("sharding") == "searched":
         count = device_count(cluster)
         check_space(job, len(bench.module.layers), count, pins)
@@ -92,6 +93,12 @@ def make_plan(
         trade=curve.points,
     )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
+
+
+def whole_pins(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What goes with pinned shards where nothing is said: a model that was captured whole is split by a search, as
+    Megatron's fixed program is for layers over any number of tokens."""
+    return {"sharding": "searched"} if "shards" in pins and own_length(model) is not None else {}
 
 
 def sound_bound_s(bound_s: float, step_s: float) -> float:

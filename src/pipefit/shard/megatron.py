@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, gathered
 from pipefit.model.graph import Graph, Operator
 from pipefit.shard.program import TOKENS, Choice, Held, ShardedGraph, labels_at, shard
@@ -22,6 +23,13 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
     The hidden state between layers has form I, or G1 (tokens) with `sequence_parallel`. Raises PlanError if a device
     would get no head or no column.
     """
+    if sequence_parallel and not any(TOKENS in tensor.shape for tensor in graph.inputs):
+        raise PlanError(
+            "Megatron's sequence parallelism splits any number of tokens, and this model was captured whole, for one.",
+            where="sharding",
+            seen="megatron-sp",
+            next_step="--fix sharding=searched",
+        )
     stream = Held(gathered(1) if sequence_parallel else IDENTITY)
     columns = column_linears(graph)
 
