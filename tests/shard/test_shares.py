@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.run.stage_toys import toy_layers
 from tests.shard.exact_programs import Milp, forms_program
-from tests.shard.random_clusters import loose_template
+from tests.shard.random_clusters import loose_template, model_of, random_setting
 
+from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.errors import PlanError
+from pipefit.shard.chain import Chains
 from pipefit.shard.frontier import solve
 from pipefit.shard.shares import Room, best_weights, cost_s, rounded, stretches_of
-from pipefit.shard.synthesize import alternate, starts
+from pipefit.shard.synthesize import alternate, starts, synthesize
 from pipefit.shard.template import Members, OpenWay, Stretch, Toll, chosen, held_fractions
 
 
@@ -197,3 +202,12 @@ def test_a_record_keeps_the_shares_of_its_own_program():
         cost=lambda program, shares: costs.get((program, shares)),
     )
     assert (record.program, record.shares, record.cost_s) == ("good", 1, 4.0)
+
+
+@pytest.mark.parametrize("memory_bytes", [WORKSPACE_BYTES // 2, WORKSPACE_BYTES])
+def test_devices_without_room_for_anything_are_refused(memory_bytes):
+    setting = random_setting(0)
+    kinds = tuple(replace(kind, memory_bytes=int(memory_bytes)) for kind in setting.kinds)
+    model = model_of(toy_layers(1))
+    with pytest.raises(PlanError, match="No program of these layers fits"):
+        synthesize(Chains(model, replace(setting, kinds=kinds)), model.layers)

@@ -162,7 +162,7 @@ def _at_price(chains: Chains, layers: Sequence[Layer], shares: Sequence[int], pr
 def limits(chains: Chains) -> tuple[float, ...]:
     """Bytes of every kind of device that a program may fill, were all layers on it."""
     setting = chains.setting
-    return tuple(setting.lanes * (float(kind.memory_bytes) - WORKSPACE_BYTES) for kind in setting.distinct)
+    return tuple(setting.lanes * max(1.0, kind.memory_bytes - WORKSPACE_BYTES) for kind in setting.distinct)
 
 
 def fits(chains: Chains, held: Sequence[float]) -> bool:
