@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from plan_toys import block_graph, toy_cluster, toy_model
@@ -190,3 +194,35 @@ def test_of_forms_that_cost_the_same_the_first_is_taken() -> None:
     lanes = [Held(devices=devices, shares=(1, 1), cost_s=cost_s) for devices in ((0, 1), (2, 3))]
     assert cheapest_forms(network, lanes, (0, 1, 0), (4, 8, 2), 4) == (forms[0], forms[0])
     assert cheapest_forms(network, lanes, (0, 1), (4, 8, 2), 4) == (forms[0], forms[0])
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(280)
+def test_every_command_takes_a_plan_of_groups(tmp_path: Path) -> None:
+    """One sequence on three devices: a program divides it best. From the search to the report of its run."""
+    (tmp_path / "cluster.json").write_text(dump_text(cluster_of([("fast", 3)], 1e6)))
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)
+    job = ["--model", "tiny-llama", "--cluster", "cluster.json", "--batch", "1", "--seq", "48"]
+    said = {}
+    for words in (
+        ["plan", *job, "--precision", "float32", "-o", "p.json"],
+        ["explain", "p.json"],
+        ["simulate", "p.json", "--cluster", "cluster.json"],
+        ["verify", "p.json"],
+        ["train", "p.json", "--data", "text.txt", "-o", "run", "--steps", "2", "--local", "3", "--trace", "2"],
+        ["report", "run", "-o", "out.html"],
+        ["compare", "p.json", "run"],
+    ):
+        command = [sys.executable, "-m", "pipefit", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{words[0]}: {done.stderr}"
+        said[words[0]] = done.stdout
+    plan = load_text(Plan, (tmp_path / "p.json").read_text(), "plan")
+    assert shares_of(plan) == [(1, 1, 1)] and plan.stages[0].sharding == "searched"
+    assert note_of(plan) in said["explain"] and "3 shards" in said["explain"] and "chosen" in said["explain"]
+    assert "the plan fits" in said["verify"]
+    assert f"searched {plan.stages[0].recipes}" in (tmp_path / "out.html").read_text()

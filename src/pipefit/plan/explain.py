@@ -59,8 +59,8 @@ def forecast(plan: Plan) -> list[str]:
 
 
 def headlines(prediction: Prediction) -> list[str]:
-    """The notes that say what the search made of placement and slices, and why."""
-    return [note for note in prediction.assumptions if note.startswith(("placement: ", "slices: "))]
+    """The notes that say what the search made of placement, groups and slices, and why."""
+    return [note for note in prediction.assumptions if note.startswith(("placement: ", "groups: ", "slices: "))]
 
 
 def risk_line(prediction: Prediction) -> str:
