@@ -53,3 +53,13 @@ def test_a_convolutions_bias_is_added_along_the_channels_however_it_is_stored(st
     for local in program.graphs:
         add = next(operator for operator in local.operators if operator.kind == "add")
         assert local.tensor(add.inputs[1]).shape == (1, 6, 1, 1)
+
+
+def test_many_equal_devices_are_one_column():
+    graph = reshaped(("B", 64), ("B", 8, 8))
+    recipe = parse_recipe("I>I - y:I>G1 d1 z:G1>I")
+    text = write(graph, (1,) * 8, recipe).text()
+    assert "y.G1x8 = shard_slice(y): 8 x (B, 1, 8)\n" in text, text
+    assert "(B, 3, 8) | 5 x (B, 1, 8)\n" in write(graph, (3, 1, 1, 1, 1, 1), recipe).text()
+    few = write(graph, (4, 1, 1, 1, 1), recipe).text()
+    assert f"shard_slice(y): (B, 4, 8) | {' | '.join(['(B, 1, 8)'] * 4)}\n" in few, few

@@ -9,8 +9,9 @@ the same shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from pipefit.errors import PlanError
@@ -20,6 +21,9 @@ from pipefit.model.ops.linear_factors import KIND as FACTORS
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
 from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
+
+SIDE_BY_SIDE = 4
+"""Devices with equal shapes that the text of a program shows one by one."""
 
 TOKENS: Size = "T"
 ROWS: Size = "B"
@@ -111,10 +115,10 @@ class ShardedGraph:
         lines = [f"shares {' '.join(map(str, self.shares))}"]
         lines += [f"takes {self.input_form}, gives {self.output_form}"]
         for spec in first.parameters:
-            shapes = " | ".join(_shape_text(graph.parameter(spec.name).shape) for graph in self.graphs)
+            shapes = _columns(graph.parameter(spec.name).shape for graph in self.graphs)
             lines.append(f"parameter {spec.name}: {self.parameter_forms[spec.name]} {shapes}")
         for operator in first.operators:
-            shapes = " | ".join(_shape_text(graph.tensor(operator.outputs[0]).shape) for graph in self.graphs)
+            shapes = _columns(graph.tensor(operator.outputs[0]).shape for graph in self.graphs)
             inputs = ", ".join(name or "-" for name in operator.inputs)
             how = operator.attributes.get("lowering", "")
             if operator.kind == RESHARE:
@@ -468,6 +472,15 @@ def labels_at(shapes: Mapping[str, Shape], operator: Operator) -> Labelled:
     """The labels of an operator, given the whole shapes of its inputs and outputs."""
     inputs = tuple(shapes[name] if name else None for name in operator.inputs)
     return labels_of(operator, inputs, tuple(shapes[name] for name in operator.outputs))
+
+
+def _columns(shapes: Iterable[Shape]) -> str:
+    """One shape a device; `8 x (B, T, 512)` for more neighbours with the same one than are quickly read."""
+    found = []
+    for shape, run in groupby(shapes):
+        count = len([*run])
+        found += [f"{count} x {_shape_text(shape)}"] if count > SIDE_BY_SIDE else [_shape_text(shape)] * count
+    return " | ".join(found)
 
 
 def _shape_text(shape: Shape) -> str:
