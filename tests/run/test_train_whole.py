@@ -98,6 +98,8 @@ def test_a_model_for_any_length_needs_one():
 
 
 def test_shards_of_a_whole_model_are_searched(tmp_path):
+    alone = json.loads(plan(tmp_path / "alone.json", "--local", "2", "--fix", "shards=1").read_text())
+    assert {stage["sharding"] for stage in alone["stages"]} == {"none"}
     options = ("--local", "2", "--fix", "shards=2", "--fix", "replicas=1")
     made = json.loads(plan(tmp_path / "plan.json", *options).read_text())
     assert {stage["sharding"] for stage in made["stages"]} == {"searched"}

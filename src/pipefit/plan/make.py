@@ -98,7 +98,7 @@ def make_plan(
 def whole_pins(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:
     """What goes with pinned shards where nothing is said: a model that was captured whole is split by a search, as
     Megatron's fixed program is for layers over any number of tokens."""
-    return {"sharding": "searched"} if "shards" in pins and own_length(model) is not None else {}
+    return {"sharding": "searched"} if len(pins.get("shards", ())) > 1 and own_length(model) is not None else {}
 
 
 def sound_bound_s(bound_s: float, step_s: float) -> float:
