@@ -155,7 +155,7 @@ def _resharing(graph: Graph, operator: Operator, setting: Setting) -> Line | Non
 def _parameters(link: Link, fractions: Fractions) -> Iterator[Line]:
     """By name: reducing the gradient and updating."""
     for place, step, number in zip(link.layer.operators, link.layer.template.steps, link.choice.ways, strict=True):
-        if place < 0:
+        if place == -1:
             seconds = step.ways[number].cost_s(fractions, link.layer.template.members.kinds)
             yield Line(text=link.layer.values[step.output], once_s=seconds)
 

@@ -16,7 +16,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic
 from pipefit.cost.overlap import BUCKET_BYTES
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count
-from pipefit.model.ops import kept
+from pipefit.model.ops import KINDS, kept
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of
@@ -43,6 +43,9 @@ class Pick:
     "Whether everyone computes all of a linear layer's weight gradient, from factors that are gathered."
 
 
+ALIAS = -2
+"""The place of a step that is no operator, but a parameter as one of several operators reads it."""
+
 Offered = tuple[tuple[OpenWay, ...], tuple[Pick, ...]]
 """The ways of a step, and what they stand for."""
 
@@ -55,7 +58,7 @@ class PricedLayer:
     values: tuple[str, ...]
     "The names of its values and parameters, by number."
     operators: tuple[int, ...]
-    "Of every step: the place of its operator; -1 for a parameter that takes its form."
+    "Of every step: the place of its operator; -1 for a parameter that takes its form, ALIAS where it is read."
     picks: tuple[tuple[Pick, ...], ...]
     "Of every way of every step."
     units: Mapping[tuple[str, int], int]
@@ -124,6 +127,8 @@ class _Pricing:
         self.width = COMPUTE_BYTES[setting.precision]
         self.kept = {*kept(graph, "none", self.width).values, *graph.outputs}
         self.values: dict[str, int] = {}
+        self.aliases: dict[str, tuple[str, int]] = {}
+        "Of `read`: name -> (parameter, how often its reader gathers it)."
         self.steps: list[OpenStep] = []
         self.operators: list[int] = []
         self.picks: list[tuple[Pick, ...]] = []
@@ -143,17 +148,14 @@ class _Pricing:
         template = Template(
             members=self.setting.members,
             steps=tuple(self.steps),
-            tolls=tuple(
-                self.unshardings(self.parameters[name]) if name in self.parameters else self.tolls(self.tensors[name])
-                for name in names
-            ),
+            tolls=tuple(self.tolls_of(name) for name in names),
             cuts=tuple(sorted({*cuts.values()})),
             given=given,
             wanted=wanted,
         )
         return PricedLayer(
             template=template,
-            values=names,
+            values=tuple(self.aliases[name][0] if name in self.aliases else name for name in names),
             operators=tuple(self.operators),
             picks=tuple(self.picks),
             units=self.units,
@@ -203,21 +205,35 @@ class _Pricing:
                 picks.append(Pick())
         return tuple(ways), tuple(picks)
 
-    def unshardings(self, spec: ParameterSpec) -> Tolls:
+    def unshardings(self, spec: ParameterSpec, often: int) -> Tolls:
         """Storing a parameter split and gathering it for use (FSDP): in the forward, for the input gradient again, and
         its gradient is reduced in every microbatch."""
-        if self.readers[spec.name] > 1:
-            return {}
-        often = gathers_of(self.graph, spec.name)
         cuts = self.cuts_of(spec.name)
         like = ("unshard", spec.shape, cuts, spec.trainable, often)
         return self.setting.once(like, lambda: unshardings(self.setting, spec.shape, cuts, spec.trainable, often))
+
+    def read(self, operator: Operator, index: int) -> str:
+        """The name under which an operator reads an input. A parameter that several operators read has one for each
+        that gathers it for itself, and one for all others, so that every gather that happens is paid once."""
+        name = operator.inputs[index]
+        if name not in self.parameters or self.readers[name] < 2:
+            return name
+        often = KINDS[operator.kind].gathers.get(index, 0)
+        alias = f"{name} {operator.outputs[0] if often else 'kept'}"
+        if alias not in self.values:
+            number = self.values[name]
+            step = next(step for step in self.steps if step.output == number)
+            ways = tuple(OpenWay((way.gives,), way.gives) for way in step.ways)
+            self.aliases[alias] = name, often
+            self._step((name,), alias, ways, (Pick(),) * len(ways), ALIAS)
+        return alias
 
     def operator(self, place: int, operator: Operator) -> None:
         assert len(operator.outputs) == 1, f"{operator.kind} has several outputs"
         like = (operator.kind, repr(operator.attributes), *map(self.likeness, (*operator.inputs, *operator.outputs)))
         ways, picks = self.setting.once(like, lambda: self.operator_ways(operator))
-        self._step(tuple(name for name in operator.inputs if name), operator.outputs[0], ways, picks, place)
+        inputs = tuple(self.read(operator, index) for index, name in enumerate(operator.inputs) if name)
+        self._step(inputs, operator.outputs[0], ways, picks, place)
 
     def likeness(self, name: str) -> object:
         """What of an operand its operator's ways depend on."""
@@ -352,6 +368,16 @@ class _Pricing:
             if source == frontier.PARTIAL and split not in barred - {None} and runs_late:
                 found.append((form, toll))
         return found
+
+    def tolls_of(self, name: str) -> Tolls:
+        """Every conversion of a value; a parameter that several read is converted where they read it."""
+        if name in self.aliases:
+            parameter, often = self.aliases[name]
+            return self.unshardings(self.parameters[parameter], often)
+        if name in self.parameters:
+            often = gathers_of(self.graph, name)
+            return self.unshardings(self.parameters[name], often) if self.readers[name] < 2 else {}
+        return self.tolls(self.tensors[name])
 
     def tolls(self, tensor: Tensor) -> Tolls:
         """Every conversion of a value, with what its backward does."""

@@ -17,6 +17,7 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, PARTIAL, Form, Run, gathered, split
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Size, Tensor
+from pipefit.model.ops import KINDS
 from pipefit.model.ops.linear_factors import KIND as FACTORS
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
@@ -141,6 +142,8 @@ class Program:
         self.parameters = {spec.name: spec for spec in graph.parameters}
         self.held: dict[str, Held] = dict.fromkeys(self.parameters, WHOLE)
         self.converted: dict[tuple[str, Held], str] = {}
+        self.gathered: dict[tuple[str, str], str] = {}
+        "(parameter that several operators read, result of the one that gathers it) -> the name under which it does."
         self.operators: list[list[Operator]] = [[] for _ in self.shares]
         self.tensors: list[list[Tensor]] = [[] for _ in self.shares]
         for tensor in graph.inputs:
@@ -157,7 +160,7 @@ class Program:
         """Convert the inputs to what the choice needs, then write the operator. A partial result is reduced at once
         unless the choice keeps it; a bias is added after that, once."""
         for conversion in choice.before:
-            self.convert(conversion)
+            self.convert(conversion, operator)
         labelled = labelled.along(choice.label)
         partial = choice.label is not None and not any(choice.label in labels for labels in labelled.outputs)
         settles = partial and choice.settle != PARTIAL
@@ -185,20 +188,21 @@ class Program:
                 inputs.append("")
             else:
                 want = Held(PARTIAL) if index in sums else self._wanted(name, labels, choice)
-                inputs.append(self.bring(name, want) if name else "")
+                own = self.gathered.get((name, operator.outputs[0])) if want == WHOLE else None
+                inputs.append(own or (self.bring(name, want) if name else ""))
         return tuple(inputs), late
 
-    def convert(self, conversion: Conversion) -> None:
-        """One conversion, from a form in which the value is held already. Raises PlanError where it is not, and where
-        there is no such conversion."""
+    def convert(self, conversion: Conversion, reader: Operator | None = None) -> None:
+        """One conversion, from a form in which the value is held already. `reader` comes next: a parameter that several
+        operators read is gathered for every one that does it for itself. Raises PlanError where the value is not held
+        so, and where there is no such conversion."""
         name, source, target = conversion.name, conversion.source, conversion.target
         if name in self.parameters and self.held[name] == WHOLE:
             self.held[name] = source
         held = name if self.held.get(name) == source else self.converted.get((name, source))
         able = (source.form.kind, target.form.kind) in CONVERSIONS and source.form != target.form
         if name in self.parameters:
-            users = sum(name in operator.inputs for operator in self.graph.operators)
-            able = source.form.kind == "G" and target == WHOLE and users == 1
+            able = source.form.kind == "G" and target == WHOLE
         if held is None or not able:
             raise PlanError(
                 "This value cannot be converted so.",
@@ -206,7 +210,17 @@ class Program:
                 seen=f"{source.form}>{target.form}",
                 allowed="from a form in which it is held: " + ", ".join(f"{one}>{two}" for one, two in CONVERSIONS),
             )
-        self.converted[name, target] = self._convert(held, target, name, conversion.how)
+        if reader is not None and self._gathers(reader, name):
+            new = f"{name}.{target.form}.{reader.outputs[0]}"
+            self.gathered[name, reader.outputs[0]] = self._convert(held, target, name, conversion.how, new)
+        else:
+            self.converted[name, target] = self._convert(held, target, name, conversion.how)
+
+    def _gathers(self, reader: Operator, name: str) -> bool:
+        """Whether a parameter has several readers, of which this one gathers it for itself."""
+        readers = [each for each in self.graph.operators if name in each.inputs]
+        shared = name in self.parameters and len(readers) > 1 and reader in readers
+        return shared and KINDS[reader.kind].gathers.get(reader.inputs.index(name), 0) > 0
 
     def bring(self, name: str, want: Held) -> str:
         """The name under which `name` is held as `want`; parameters simply take the form, values are converted."""
@@ -288,11 +302,11 @@ class Program:
         assert isinstance(size, int), f"cannot split {name} {self.shapes[name]} along {dim}"
         return Held(gathered(dim), choice.units or size)
 
-    def _convert(self, name: str, want: Held, origin: str, how: str = "") -> str:
+    def _convert(self, name: str, want: Held, origin: str, how: str = "", new: str = "") -> str:
         have = self.held[name]
         dim = want.form.dim if want.form.kind == "G" else have.form.dim
         kind = "unshard" if name in self.parameters else CONVERSIONS[have.form.kind, want.form.kind]
-        new = f"{origin}.{want.form}" + (f"x{want.units}" if want.units else "")
+        new = new or f"{origin}.{want.form}" + (f"x{want.units}" if want.units else "")
         self.shapes[new], self.held[new] = self.shapes[name], want
         self.dtypes[new] = self.dtypes.get(name, "compute")
         for position in range(len(self.shares)):
