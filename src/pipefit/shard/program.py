@@ -9,85 +9,31 @@ the same shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, PARTIAL, Form, Run, gathered, split
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Size, Tensor
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor
 from pipefit.model.ops import KINDS
 from pipefit.model.ops.linear_factors import KIND as FACTORS
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.reshare import shares_of
+from pipefit.shard.choice import CONVERSIONS as CONVERSIONS
+from pipefit.shard.choice import LOCAL as LOCAL
+from pipefit.shard.choice import ROWS as ROWS
+from pipefit.shard.choice import TOKENS as TOKENS
+from pipefit.shard.choice import WHOLE as WHOLE
+from pipefit.shard.choice import Choice as Choice
+from pipefit.shard.choice import Chooser as Chooser
+from pipefit.shard.choice import Conversion as Conversion
+from pipefit.shard.choice import Held as Held
 from pipefit.shard.rules import Cut, Labelled, Labels, labels_of
 
 SIDE_BY_SIDE = 4
 """Devices with equal shapes that the text of a program shows one by one."""
-
-TOKENS: Size = "T"
-ROWS: Size = "B"
-LOCAL: Mapping[Size, Size] = {TOKENS: "S", ROWS: "R"}
-"""What a device's part of a dimension is called whose size is only known at run time."""
-
-CONVERSIONS: Mapping[tuple[str, str], str] = {
-    ("G", "I"): "all_gather",
-    ("P", "I"): "all_reduce",
-    ("P", "G"): "reduce_scatter",
-    ("I", "G"): "shard_slice",
-    ("G", "G"): "all_to_all",
-}
-"""The operator that brings a value from one kind of form to another. A parameter that is stored G is brought to I by
-`unshard`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How a value lies over the shard axis: its form, and for G in how many units its dimension is cut."""
-
-    form: Form = IDENTITY
-    units: int = 0
-    "0 for tokens and rows, whose number is only known at run time."
-    shares: tuple[int, ...] = ()
-    "Of a hidden state that is cut by others than the program's, because a layer before or behind has its own."
-
-
-WHOLE = Held()
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """Bring a value from one form that it is held in to another."""
-
-    name: str
-    source: Held
-    target: Held
-    how: str = ""
-    "How uneven parts are moved: lowerings (`cost/lowerings.py`), forward and backward."
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How one operator is computed: split along a label, passing partial sums on, or (neither) whole everywhere."""
-
-    label: str | None = None
-    units: int = 0
-    "In so many units; 0: as many as the dimension has."
-    linear: int = -1
-    "Pass partial sums on: index into the operator's linear sets."
-    settle: Form | None = None
-    "What a partial result is reduced to at once; P: it stays as it is; None: the form of the residual stream."
-    how: str = ""
-    "How that moves uneven parts."
-    factors: bool = False
-    "Of a linear layer that is split along rows or tokens: everyone computes all of the weight's gradient."
-    before: tuple[Conversion, ...] = ()
-    "Conversions of inputs in front of the operator. What they do not give is converted the shortest way."
-
-
-Chooser = Callable[[int, Operator, Labelled, Mapping[str, Held]], Choice | None]
-"""(place, operator, its labels, how its inputs lie) -> the choice; None to compute it whole on every device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
