@@ -114,7 +114,7 @@ def islands() -> LabFile:
     """Two islands of a fast device and three slow ones, 4:1: quick links inside, slow ones between. Devices whose rate
     saturates early, as that of large ones does against the tokens of a microbatch."""
     matrix = [[0.0 if a == b else NEAR if a // 2 == b // 2 else BETWEEN for b in range(4)] for a in range(4)]
-    rates = {"fast": 0.28 * FLOPS, "slow": 0.07 * FLOPS}
+    rates = {"fast": 0.56 * FLOPS, "slow": 0.14 * FLOPS}
     made = lab("islands", ["fast", "slow"] * 2, matrix, rates, devices=(1, 3, 1, 3))
     tables = {kind: replace(table, knee_tokens=6.0) for kind, table in made.devices.items()}
     return replace(made, devices=tables)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lab_runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
+from lab_runs import TOKENS, Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
@@ -47,6 +47,9 @@ PINS: Mapping[str, Mapping[str, Any]] = {
     "even": {"shards": (1, 1, 1, 1), "sharding": "searched", "replicas": (1,), "microbatches": 4},
 }
 RIVALS = ("pipeline", "program")
+
+PROFILE: Mapping[str, Any] = {"tokens": TOKENS // 2}
+"""Smaller microbatches than plans have, since these devices are slow: beyond, curves are drawn out."""
 
 AGAIN = 2
 """How often plans are run whose run was invalid."""
@@ -78,7 +81,7 @@ def measure(name: str, job: Job, arguments: argparse.Namespace) -> dict[str, Any
     """One cluster: its profile, the plans, their runs."""
     model = small_model(LAYERS)
     with lab_of(name) as lab:
-        cluster = profiled(lab, model, job.sequence, quick=arguments.quick)
+        cluster = profiled(lab, model, job.sequence, quick=arguments.quick, **({} if arguments.quick else PROFILE))
         plans = {who: plan for who, pins in PINS.items() if (plan := planned(model, cluster, job, pins)) is not None}
         runs: dict[str, Measured] = {}
         for _ in range(AGAIN):
