@@ -20,10 +20,10 @@ from pipefit.cluster.types import Rail
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.placement.shape import Question, make_question
 from pipefit.plan.ports import in_step
-from pipefit.plan.search import evaluate
 from pipefit.plan.types import Job
 
 DATA = Path(__file__).parent / "data"

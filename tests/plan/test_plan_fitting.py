@@ -14,10 +14,11 @@ from pipefit.plan import fitting
 from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.check import check_plan
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.fitting import best_plans, fit_layout, moves_for, tables_of
 from pipefit.plan.make import _gain, make_plan
 from pipefit.plan.predict import simulate_plan
-from pipefit.plan.search import evaluate, search
+from pipefit.plan.search import search
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear, vee

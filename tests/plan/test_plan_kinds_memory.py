@@ -18,11 +18,12 @@ from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.cut import some_cut_fits
 from pipefit.plan.cut_rows import limits_of, memory_of
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.explain import memory_table
 from pipefit.plan.make import make_plan
 from pipefit.plan.partition import partition
 from pipefit.plan.predict import Simulation, simulate_plan
-from pipefit.plan.search import evaluate, search
+from pipefit.plan.search import search
 from pipefit.plan.types import Job
 
 JOB = Job(batch=16, sequence=512, precision="bfloat16")

@@ -19,11 +19,12 @@ from pipefit.errors import DoesNotFitError
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import queues
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.floors import Floors
 from pipefit.plan.make import make_plan
 from pipefit.plan.mixed import Kinds, divided, fastest_rows, laid_out, patterns, rearranged, row_shares
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.search import evaluate, search
+from pipefit.plan.search import search
 from pipefit.plan.space import panels
 from pipefit.plan.types import Job, Plan, Prediction
 

@@ -14,11 +14,12 @@ from pipefit.cluster.measured import Measured, RailCurve, Sharing, Uplink
 from pipefit.cost.contention import pipelines
 from pipefit.plan.bounds import table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.ports import alone_bound_s
 from pipefit.plan.predict import simulate_plan
-from pipefit.plan.search import evaluate, search
+from pipefit.plan.search import search
 from pipefit.plan.sensitivity import faster_links, one_more
 from pipefit.plan.space import space
 from pipefit.plan.types import Job

@@ -19,10 +19,11 @@ from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate
 from pipefit.plan.closest import least_missing_bytes
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate, simulated
 from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.panel import Panel, spread
-from pipefit.plan.search import _Search, evaluate, search, simulated, some_plan_fits
+from pipefit.plan.search import _Search, search, some_plan_fits
 from pipefit.plan.space import panels, space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES

@@ -15,11 +15,12 @@ from pipefit.cost.types import Array, CostTable
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.plan.bounds import facts_of, table_bound_s
 from pipefit.plan.build import Workbench
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.explain import alternative_table, forecast
 from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.pins import parse_pins
-from pipefit.plan.search import _Search, evaluate, search
+from pipefit.plan.search import _Search, search
 from pipefit.plan.slice_notes import slice_note
 from pipefit.plan.slice_search import sliced_again
 from pipefit.plan.sliced_bounds import sliced_bound_s, sliced_flights

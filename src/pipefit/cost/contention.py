@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipefit.cost.collectives import levels, passes_backwards
+from pipefit.cost.edges import edge_times
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import LayerCosts
@@ -22,7 +23,6 @@ from pipefit.cost.table import (
     StageCost,
     action_tables,
     alike,
-    edge_times,
     replica_rings,
     shard_rings,
     slice_places,

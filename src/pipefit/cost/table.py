@@ -8,7 +8,7 @@ stand beside them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -18,6 +18,7 @@ import numpy as np
 
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.curves import stage_overhead_s
+from pipefit.cost.edges import edge_cost, with_buffers
 from pipefit.cost.lowerings import shard_collective
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
 from pipefit.cost.memory_end import end_bytes, reduce_copy_bytes, state_share
@@ -26,16 +27,13 @@ from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
 from pipefit.cost.stage_memory import stage_memory
-from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost, KindMemory
-from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+from pipefit.cost.types import ActionTable, Array, CostTable, KindMemory
+from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import AxisName, Group, split
 from pipefit.model.graph import Graph
 
 ACTION_OVERHEAD_S = 20e-6
 """Assumed: what the interpreter of the run needs per action beside the operators."""
-
-Messages = Sequence[tuple[int, int, float]]
-"""(source device, target device, bytes)."""
 
 NOTES = (
     "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
@@ -299,7 +297,7 @@ def _kind_memory(
     table = replace(
         costs,
         actions=action_tables(own),
-        edges=tuple(_with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
+        edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
         static_bytes=np.array([sum(each.values()) for each in parts]),
     )
     return KindMemory(
@@ -375,57 +373,6 @@ def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTa
             peak_bytes=array(lambda c: c.fused_passing_bytes),
         ),
     }
-
-
-def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
-    """What moving a tensor takes and holds."""
-    return _with_buffers(edge_times(edge, network), edge)
-
-
-def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
-    """The times of `edge_cost`, without its bytes."""
-    ahead = [network.transfer(messages) for messages in edge.forward]
-    back = [network.transfer(messages) for messages in edge.backward]
-    return EdgeCost(
-        source=edge.source,
-        target=edge.target,
-        tensor=edge.tensor,
-        forward_s=np.array([[time.whole_s for time in ahead]]),
-        backward_s=np.array([[time.whole_s for time in back]]),
-        forward_port_s=np.array([[time.port_s for time in ahead]]),
-        backward_port_s=np.array([[time.port_s for time in back]]),
-        forward_bytes=_NONE,
-        backward_bytes=_NONE,
-    )
-
-
-_NONE = np.zeros((1, 1))
-
-
-def _with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
-    """With the bytes of the devices that receive and send most: of all of them, or of `members` alone."""
-
-    def most(each: Sequence[Messages], sending: bool) -> Array:
-        return np.array([[_most_bytes(messages, sending, members) for messages in each]])
-
-    return replace(
-        cost,
-        forward_bytes=most(edge.forward, False),
-        backward_bytes=most(edge.backward, False),
-        forward_sent_bytes=most(edge.forward, True),
-        backward_sent_bytes=most(edge.backward, True),
-    )
-
-
-def _most_bytes(messages: Messages, sending: bool, members: Container[int] | None) -> float:
-    """Bytes that the device which receives most has room for, or which the one that sends most keeps until they have
-    left."""
-    totals: dict[int, float] = {}
-    for source, target, size in messages:
-        end = source if sending else target
-        if members is None or end in members:
-            totals[end] = totals.get(end, 0.0) + size
-    return max(totals.values(), default=0.0)
 
 
 def _tied_s(work: PipelineWork, network: Network) -> Array:

@@ -22,9 +22,10 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import table_bound_s
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate, simulated
 from pipefit.plan.order import order_problem
 from pipefit.plan.outcome import Evaluated, Found
-from pipefit.plan.search import TIE, Progress, evaluate, search, simulated
+from pipefit.plan.search import TIE, Progress, search
 from pipefit.plan.slice_search import sliced_again
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute

@@ -20,11 +20,9 @@ from operator import le
 from typing import Any
 
 from pipefit.cluster.topology import device_count
-from pipefit.cost.contention import Pipelines, pipelines
+from pipefit.cost.contention import pipelines
 from pipefit.cost.memory_lanes import lane_limits
 from pipefit.cost.table import cost_table
-from pipefit.cost.types import CostTable
-from pipefit.cost.work import PipelineWork
 from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of
 from pipefit.plan.build import Workbench
@@ -35,22 +33,20 @@ from pipefit.plan.cut import Cut
 from pipefit.plan.cut_rows import Need, scaled
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.estimate import sliced_guess_s
+from pipefit.plan.evaluate import simulated
 from pipefit.plan.floors import Floors
 from pipefit.plan.holding import held_bytes, order_needs
 from pipefit.plan.length import check_length
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
-from pipefit.plan.ports import alone_bound_s, shared_costs
-from pipefit.plan.predict import Simulation
+from pipefit.plan.ports import alone_bound_s
 from pipefit.plan.sliced_bounds import sliced_bound_s
 from pipefit.plan.sliced_panels import Hope, best_sliced, most_promising, sliced
 from pipefit.plan.slices import slicer_of
 from pipefit.plan.space import bases, check_space, families_only, rearrangements, whole
 from pipefit.plan.types import Job
-from pipefit.plan.work import Parts, pipeline_work
-from pipefit.schedule.actions import Schedule
-from pipefit.simulate import simulate
+from pipefit.plan.work import pipeline_work
 
 EVEN, CUT, TABLE, SIMULATED = range(4)
 """How closely a candidate has been looked at."""
@@ -430,32 +426,3 @@ class _Search:
         lane = max(range(len(needs)), key=lambda lane: needs[lane][0] / needs[lane][1])
         self.misfits.append(Misfit(decisions, bound_s, *needs[lane], lane))
         return None
-
-
-def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
-    """Cost and simulate one candidate."""
-    work = pipeline_work(parts, bench.programs)
-    costs = shared_costs(bench, work)
-    return simulated(bench, decisions, parts, work, costs, computed_schedule(decisions.schedule, parts, costs))
-
-
-def simulated(
-    bench: Workbench,
-    decisions: Decisions,
-    parts: Parts,
-    work: PipelineWork,
-    costs: CostTable,
-    computed: Schedule,
-    alone: Pipelines | None = None,
-) -> Evaluated:
-    """Simulate one candidate: its family's order, lowered, under its own costs, with what its transfers share. `alone`:
-    its pipelines, where they are known."""
-    lowered = bench.lowered(parts, decisions, computed, costs)
-    costs = shared_costs(bench, work, costs, alone)
-    timeline = simulate(lowered, costs)
-    cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
-    return Evaluated(
-        decisions=replace(decisions, cuts=cuts),
-        parts=parts,
-        simulation=Simulation(timeline, costs, work, lane_limits(work, bench.network)),
-    )

@@ -17,8 +17,9 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.estimate import sliced_guess_s
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.outcome import Evaluated, Found
-from pipefit.plan.search import TIE, evaluate
+from pipefit.plan.search import TIE
 from pipefit.plan.sliced_panels import SPLIT_IDLE
 from pipefit.plan.slices import Slicer, slicer_of
 from pipefit.plan.slicing.batch import best_batch

@@ -14,9 +14,9 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.build import Workbench
 from pipefit.plan.cut_rows import scaled
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.fitting import CHOOSING, FIT, MANY, MOVES, choices, fit_layout, tables_of
 from pipefit.plan.outcome import Evaluated
-from pipefit.plan.search import evaluate
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute, TradePoint
 from pipefit.schedule.families import FAMILIES

@@ -10,12 +10,12 @@ from pipefit.cost.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import check_decisions
+from pipefit.plan.evaluate import simulated
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.links import links_differ
 from pipefit.plan.placement.search import Budget, place
 from pipefit.plan.placement.shape import make_question
 from pipefit.plan.ports import in_step
-from pipefit.plan.search import simulated
 from pipefit.plan.types import Job
 from pipefit.plan.work import pipeline_work
 from pipefit.schedule.actions import Schedule

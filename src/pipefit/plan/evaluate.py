@@ -1,0 +1,48 @@
+"""One candidate, costed and simulated: what decides in every search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipefit.cost.contention import Pipelines
+from pipefit.cost.memory_lanes import lane_limits
+from pipefit.cost.types import CostTable
+from pipefit.cost.work import PipelineWork
+from pipefit.plan.build import Workbench
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.order import computed_schedule
+from pipefit.plan.outcome import Evaluated
+from pipefit.plan.ports import shared_costs
+from pipefit.plan.predict import Simulation
+from pipefit.plan.work import Parts, pipeline_work
+from pipefit.schedule.actions import Schedule
+from pipefit.simulate import simulate
+
+
+def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
+    """Cost and simulate one candidate."""
+    work = pipeline_work(parts, bench.programs)
+    costs = shared_costs(bench, work)
+    return simulated(bench, decisions, parts, work, costs, computed_schedule(decisions.schedule, parts, costs))
+
+
+def simulated(
+    bench: Workbench,
+    decisions: Decisions,
+    parts: Parts,
+    work: PipelineWork,
+    costs: CostTable,
+    computed: Schedule,
+    alone: Pipelines | None = None,
+) -> Evaluated:
+    """Simulate one candidate: its family's order, lowered, under its own costs, with what its transfers share. `alone`:
+    its pipelines, where they are known."""
+    lowered = bench.lowered(parts, decisions, computed, costs)
+    costs = shared_costs(bench, work, costs, alone)
+    timeline = simulate(lowered, costs)
+    cuts = tuple(stage.layers[0] for stage in parts.stages[1:])
+    return Evaluated(
+        decisions=replace(decisions, cuts=cuts),
+        parts=parts,
+        simulation=Simulation(timeline, costs, work, lane_limits(work, bench.network)),
+    )
