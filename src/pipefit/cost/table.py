@@ -233,28 +233,19 @@ def _costs_by_place(
 ) -> Iterator[tuple[str, list[LayerCost]]]:
     """(kind, the cost of every layer), for each distinct device of the group."""
     rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
-    by_shares = {stage.shares_of(index): index for index in range(len(stage.layers))}
-    collectives = {shares: shard_collective(network, rings, shares) if rings else None for shares in by_shares}
+    every = {stage.shares_of(index) for index in range(len(stage.layers))}
+    collectives = {shares: shard_collective(network, rings, shares) if rings else None for shares in every}
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
-        places = {}
-        for shares in by_shares:
-            own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, stage.rows[replica]))
-            later = sum(stage.slices) - past - tokens
-            places[shares] = Place(stage.rows[replica], tokens, past, own_tokens, earlier, own_rows, later)
-        costs = [
-            layers.layer(
-                graphs[min(position, len(graphs) - 1)],
-                places[stage.shares_of(index)],
-                kind,
-                precision,
-                stage.recompute,
-                collectives[stage.shares_of(index)],
-                (rings, stage.shares_of(index)) if stage.shares else rings,
-            )
-            for index, graphs in enumerate(stage.layers)
-        ]
+        rows, later, places, costs = stage.rows[replica], sum(stage.slices) - past - tokens, {}, []
+        for shares in collectives:
+            own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, rows))
+            places[shares] = Place(rows, tokens, past, own_tokens, earlier, own_rows, later)
+        for index, graphs in enumerate(stage.layers):
+            shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
+            key, place = (rings, shares) if stage.shares else rings, places[shares]
+            costs.append(layers.layer(graph, place, kind, precision, stage.recompute, collectives[shares], key))
         yield kind.name, costs
 
 
