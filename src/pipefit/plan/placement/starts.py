@@ -18,6 +18,9 @@ from pipefit.plan.placement.shape import Shape
 GAP = 1.3
 """How much farther apart racks must be than the hosts within them."""
 
+ALIKE = 1.1
+"""Eigenvalues that are at most so many times the second one count as alike."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
@@ -75,11 +78,18 @@ def cluster_order(distance: Array) -> tuple[list[int], list[list[int]]]:
 
 
 def spectral_order(distance: Array) -> list[int]:
-    """Hosts by the second eigenvector of the Laplacian of the graph whose weights are 1 / distance (Fiedler 1973)."""
+    """Hosts by the second eigenvector of the Laplacian of the graph whose weights are 1 / distance (Fiedler 1973).
+
+    Where several eigenvalues are nearly the second one, as of racks that are alike, any mixture of their vectors is as
+    good, and two racks may fall together in it: then the one that is nearest to the hosts' numbers."""
     weight = 1.0 / np.where(distance > 0, distance, np.inf)
     laplacian = np.diag(weight.sum(axis=1)) - weight
-    _, vectors = np.linalg.eigh(laplacian)
-    vector = vectors[:, 1] * np.sign(vectors[np.abs(vectors[:, 1]).argmax(), 1])
+    values, vectors = np.linalg.eigh(laplacian)
+    alike = vectors[:, 1 : max(2, int(np.searchsorted(values, ALIKE * values[1])))]
+    if alike.shape[1] > 1:
+        vector = alike @ (alike.T @ np.arange(len(distance)))
+    else:
+        vector = alike[:, 0] * np.sign(alike[np.abs(alike[:, 0]).argmax(), 0])
     return [int(host) for host in np.argsort(vector, kind="stable")]
 
 
