@@ -245,8 +245,11 @@ class _Looker:
             self.spent += 3 * decisions.stage_count * decisions.microbatches
             candidate = Candidate(decisions)
             again: float | None = 0.0
-            while again is not None and again < self.best_s * (1 + HOPE):
-                again = self.searcher.look_closer(candidate, again)
+            try:
+                while again is not None and again < self.best_s * (1 + HOPE):
+                    again = self.searcher.look_closer(candidate, again)
+            except PlanError:  # the layers at a cut hand the hidden state over in forms that do not go together
+                return []
             new = [one for one in self.searcher.fitting if id(one) not in known]
             if new or again is not None:
                 return new
