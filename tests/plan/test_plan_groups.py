@@ -18,14 +18,19 @@ from pipefit.cost.network import Network
 from pipefit.layout import IDENTITY, gathered
 from pipefit.plan.build import Workbench
 from pipefit.plan.check import check_fresh, check_plan
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
 from pipefit.plan.explain import explain_text
 from pipefit.plan.groups.forms import Held, alone, cheapest_forms, pass_s
 from pipefit.plan.groups.layouts import layouts
+from pipefit.plan.groups.oracle import Ask, Oracle
 from pipefit.plan.groups.search import _Looker
 from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Found
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.predict import simulate_plan
+from pipefit.plan.structure import FormsError
+from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=2, sequence=48, precision="float32")
@@ -194,6 +199,35 @@ def test_of_forms_that_cost_the_same_the_first_is_taken() -> None:
     lanes = [Held(devices=devices, shares=(1, 1), cost_s=cost_s) for devices in ((0, 1), (2, 3))]
     assert cheapest_forms(network, lanes, (0, 1, 0), (4, 8, 2), 4) == (forms[0], forms[0])
     assert cheapest_forms(network, lanes, (0, 1), (4, 8, 2), 4) == (forms[0], forms[0])
+
+
+def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> None:
+    """The first group holds the hidden state whole, the second in tokens: it can go on, but not come back, as it would
+    in families whose lanes hold several stages."""
+    bench = Workbench(toy_model(3), cluster_of([("fast", 2), ("slow", 2)], 1e5))
+    oracle = Oracle(bench, JOB)
+    shares, recipes = [], []
+    for devices, form in (((0, 1), IDENTITY), ((2, 3), gathered(1))):
+        found = oracle.forms(Ask(lane=(devices,), rows=1, microbatches=2, part=0.5, tied_whole=False))[form]
+        links = zip(bench.module.layers, found.links, strict=True)
+        recipes.append(bench.programs.add({layer.graph: link.recipe.text for layer, link in links}))
+        shares.append(found.shares)
+    decisions = Decisions(
+        stages=2,
+        replicas=(1,),
+        shards=shares[0],
+        sharding="searched",
+        lane_shards=tuple(shares),
+        recipes=tuple(recipes),
+        microbatches=2,
+        schedule="1f1b",
+        devices=(0, 1, 2, 3),
+    )
+    best = evaluate(bench, decisions, bench.parts(JOB, decisions))
+    with pytest.raises(FormsError, match="do not go together"):
+        bench.parts(JOB, replace(decisions, stages=4, placement=(0, 1, 0, 1)))
+    families = {point.schedule for point in trade(bench, JOB, {}, best).points}
+    assert {"1f1b", "zb-h1"} < families and not families & {"interleaved-1f1b", "v-half"}
 
 
 @pytest.mark.slow

@@ -14,6 +14,11 @@ from pipefit.plan.sharded import LayerProgram, Programs, program_hash, sharding_
 from pipefit.plan.types import AxisPlan, Edge, GroupPlan, Parameter, Stage, Wire
 
 
+class FormsError(PlanError):
+    """Stages that follow one another hold the hidden state in forms that do not go together: no plan, but others of the
+    same groups may be."""
+
+
 def make_groups(decisions: Decisions) -> tuple[GroupPlan, ...]:
     """One group per lane, always with the axes `replica` and `shard`, the shard axis fastest."""
     replicas = AxisPlan(name="replica", shares=decisions.replicas)
@@ -50,7 +55,7 @@ def make_edges(
 
     Either side holds it in its own form; what moves are the overlaps (`layout.moves`). The gradient is partial over a
     shard axis where the hidden state is whole on every shard (reference: HAP's duality of forms), and split where it
-    is split.
+    is split. Raises FormsError where two neighbours' forms do not go together.
     """
     edges = []
     for source, (one, two) in enumerate(pairwise(stages)):
@@ -58,7 +63,7 @@ def make_edges(
         gives = programs.program(module.layers[one.layers[1] - 1], sharding_key(one), ahead).gives
         takes = programs.program(module.layers[two.layers[0]], sharding_key(two), behind).takes
         if not can_pass((gives, len(ahead)), (takes, len(behind)), one.group == two.group):
-            raise PlanError(
+            raise FormsError(
                 "Neighbouring stages hold the hidden state in forms that do not go together.",
                 where=f"cuts: layer {two.layers[0]}",
                 seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",

@@ -18,6 +18,7 @@ from pipefit.plan.evaluate import evaluate
 from pipefit.plan.fitting import CHOOSING, FIT, MANY, MOVES, choices, fit_layout, tables_of
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.space import RECOMPUTE
+from pipefit.plan.structure import FormsError
 from pipefit.plan.types import Job, Recompute, TradePoint
 from pipefit.schedule.families import FAMILIES
 
@@ -116,7 +117,7 @@ def _families(
             )
             try:
                 yield evaluate(bench, decisions, bench.parts(job, decisions))
-            except ScheduleError:
+            except (ScheduleError, FormsError):  # lanes of groups pass on what they hold one way, not always back
                 continue
 
 

@@ -29,6 +29,7 @@ from pipefit.plan.groups.oracle import Ask, Oracle
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE, _Search
 from pipefit.plan.space import RECOMPUTE
+from pipefit.plan.structure import FormsError
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES
 from pipefit.shard.synthesize import Synthesized
@@ -248,7 +249,7 @@ class _Looker:
             try:
                 while again is not None and again < self.best_s * (1 + HOPE):
                     again = self.searcher.look_closer(candidate, again)
-            except PlanError:  # the layers at a cut hand the hidden state over in forms that do not go together
+            except FormsError:  # of the layers at a cut
                 return []
             new = [one for one in self.searcher.fitting if id(one) not in known]
             if new or again is not None:
