@@ -1,0 +1,101 @@
+"""Words split over a shard axis with uneven shares, in programs that are written so: the table of the embedding, the
+head, and the loss. Loss, every gradient and the global norm are one process's, in float64.
+
+A part of the words is counted by its own device alone in the norm, everything that all hold by one of them, and a table
+that embedding and head share once: within a stage, and over two stages with other shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import worker_plans as plans
+from test_worker_exact import cases_of, reference
+
+from pipefit.cluster import local
+from pipefit.cost.curves import best_costs
+from pipefit.cost.network import Network
+from pipefit.errors import PlanError
+from pipefit.layout import parse_form
+from pipefit.plan.build import Workbench, build_plan
+from pipefit.plan.check import check_plan
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.searched import setting_of
+from pipefit.plan.types import Plan
+from pipefit.shard.chain import Chains
+
+pytestmark = pytest.mark.gloo
+
+
+class Lane(NamedTuple):
+    """Shares of a group, and how it splits the words."""
+
+    shares: tuple[int, ...]
+    embedding: str = "I>G0 vocabulary>G0/alltoallv"
+    head: str = "G0>G2 d0 rms_norm_0:G0>I out"
+
+
+BY_FEATURES = "I>G0 features embedding_0:G2>G0"
+
+
+def by_words(name: str, lanes: Sequence[Lane], **decisions: Any) -> Plan:
+    """A plan whose lanes split words so, and rows in the blocks, with programs of their own."""
+    model, cluster, job = plans.model(name), local(8), plans.JOB
+    bench = Workbench(model, cluster, name=name)
+    embedding, *_, head, loss = (layer.graph for layer in model.layers)
+    sets = []
+    for lane in lanes:
+        setting = setting_of(
+            model, Network(cluster), best_costs(cluster), devices=tuple(range(len(lane.shares))),
+            rows=job.batch // 2, tokens=job.sequence, precision=job.precision, microbatches=2,
+        )  # fmt: skip
+        chains = Chains(model, setting, streams=(parse_form("G0"),), tied_whole=True)
+        links = chains.search(model.layers, lane.shares)
+        recipes = {layer.graph: link.recipe.text for layer, link in zip(model.layers, links, strict=True)}
+        written = {embedding: lane.embedding, head: lane.head, loss: "G2>I vocabulary"}
+        sets.append(bench.programs.add(recipes | written))
+    shares = tuple(lane.shares for lane in lanes)
+    chosen = Decisions(
+        **{"stages": len(lanes), "microbatches": 2, **decisions}, sharding="searched", shards=max(shares, key=len),
+        lane_shards=shares, recipes=tuple(sets),
+    )  # fmt: skip
+    return build_plan(model, cluster, job, chosen, name=name, bench=bench)
+
+
+CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
+    "untied": ("wide", lambda: by_words("wide", [Lane((3, 2))])),
+    "tied": ("tied", lambda: by_words("tied", [Lane((2, 1, 1))], recompute=("selective",))),
+    "tied over 2 stages, 2 replicas, zero-1": (
+        "tied", lambda: by_words("tied", [Lane((1, 2)), Lane((2, 1))], replicas=(1, 1), zero1=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_norm_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
+    name, make = CASES[case]
+    the_plan = make()
+    check_plan(the_plan)
+    words = {each.name: each for each in the_plan.parameters if each.shape[0] == plans.VOCABULARY}
+    assert len(words) == (1 if name == "tied" else 2)
+    assert {each.stored[1] for each in words.values()} == {"G0"}
+    loss, gradients = reference(name)
+    found = cases_of(gloo_pool, the_plan, name, 1)
+    assert found["steps"][0][0] == pytest.approx(loss, rel=1e-12)
+    assert set(found["gradients"]) == set(gradients)
+    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+    assert found["steps"][0][1] == pytest.approx(norm, rel=1e-11), "the global norm counts a parameter not once"
+    for parameter, gradient in gradients.items():
+        wanted = gradient.numpy()
+        error = np.abs(found["gradients"][parameter] - wanted).max()
+        assert error <= 1e-10 * np.abs(wanted).max(), f"{parameter}: {error / np.abs(wanted).max():.3g}"
+
+
+def test_a_table_by_words_and_by_features_is_refused():
+    """A plan knows one form of a parameter that stages share."""
+    with pytest.raises(PlanError, match="stored differently by its two uses") as error:
+        by_words("tied", [Lane((2, 1), embedding=BY_FEATURES), Lane((1, 2, 1))])
+    assert "'G1') and ((96, 32), True, 'G0')" in error.value.text()
