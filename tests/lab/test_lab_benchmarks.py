@@ -332,3 +332,17 @@ def test_quick_synthesized_stages(tmp_path: Path) -> None:
     assert all(one["shares"] == [1] for one in plans["pipeline"]["groups"]) and len(plans["program"]["groups"]) == 1
     assert plans["ours"]["predicted_s"] <= min(one["predicted_s"] for one in plans.values()) * (1 + 1e-6)
     assert all(one["measured_s"] > lab["bound_s"] / 2 for one in plans.values())
+
+
+def test_pipelines_of_programs_beat_both_rivals_as_committed_and_quoted() -> None:
+    (lab,) = json.loads((BENCHMARKS / "results" / "synthesized_stages.json").read_text())["labs"]
+    plans, text = lab["plans"], (ROOT / "docs" / "results.md").read_text()
+    assert all(plan["valid"] for plan in plans.values())
+    assert len(plans["ours"]["groups"]) > 1 and all(len({*one["shares"]}) > 1 for one in plans["ours"]["groups"])
+    assert lab["bound_s"] < plans["ours"]["measured_s"] < plans["pipeline"]["measured_s"] / 1.1
+    assert plans["ours"]["measured_s"] < plans["program"]["measured_s"] / 1.5
+    for title, name in (("the free choice", "ours"), ("the best without groups", "pipeline"),
+                        ("the best with one stage", "program"), ("groups of even shares", "even")):  # fmt: skip
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {title} |"))
+        assert f"| {plans[name]['measured_s']:.3f} s | {plans[name]['predicted_s']:.3f} s |" in line
+        assert name not in lab["gains"] or f"| {lab['gains'][name]:.2f}x |" in line
