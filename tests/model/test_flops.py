@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS, captured
 
 from pipefit.model.capture import capture
+from pipefit.model.capture_whole import capture_whole
+from pipefit.model.example import Example
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.model.ops import Flops, graph_flops, graph_traffic_bytes, recompute_flops
 from pipefit.model.registry import build_layers, describe, parameter_count, resolve
@@ -106,6 +108,39 @@ def test_names_and_shapes_of_builtin_models_are_those_of_transformers(name: str)
             ours[key] = shape[::-1] if transposed else shape
     assert ours == expected
     assert sum(math.prod(shape) for shape in ours.values()) == PUBLISHED[name]
+
+
+class Squared(nn.Module):
+    """A layer with a loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().sum()  # type: ignore[no-any-return]
+
+
+CONVOLUTIONS: list[nn.Module] = [
+    nn.Conv2d(4, 6, 3, stride=2, padding=1),
+    nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+    nn.ConvTranspose1d(4, 6, 3, dilation=2),
+]
+
+
+@pytest.mark.parametrize("conv", CONVOLUTIONS, ids=str)
+def test_flops_of_convolutions_agree_with_the_flop_counter(conv: nn.Module) -> None:
+    x = torch.randn(ROWS, 4, *[9] * (conv.weight.dim() - 2), requires_grad=True)
+    model = capture_whole(Example(module=Squared(conv), inputs={"x": x.detach()}))
+    graph = model.layer_graph(model.layers[0])
+    assert graph.operators[0].kind == ("conv_transpose" if "Transpose" in str(conv) else "conv")
+    with FlopCounterMode(display=False) as counter:
+        y = conv(x)
+        forward = counter.get_total_flops()
+        y.sum().backward()
+    ours = graph_flops(graph, {"B": ROWS})
+    assert ours.forward == forward > 0
+    assert ours.forward + 2 * ours.weight_gradient == counter.get_total_flops()
 
 
 def test_traffic_counts_each_input_parameter_and_output_once() -> None:

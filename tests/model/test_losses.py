@@ -112,3 +112,10 @@ def test_batch_norm_is_refused_by_name(options, words):
     with pytest.raises(ModelError) as refused:
         capture_whole(Example(module=Normed(**options), inputs=inputs, loss=functional.cross_entropy))
     assert all(word in refused.value.text() for word in words), refused.value.text()
+
+
+def test_running_statistics_of_an_instance_norm_are_refused_by_name():
+    inputs = {"input": torch.zeros(2, 3, 4), "labels": torch.zeros(2, 4, dtype=torch.int64)}
+    with pytest.raises(ModelError, match=r"Instance norm keeps running statistics(.|\n)*track_running_stats=False"):
+        norm = nn.InstanceNorm1d(3, track_running_stats=True)
+        capture_whole(Example(module=norm, inputs=inputs, loss=functional.cross_entropy))

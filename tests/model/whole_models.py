@@ -34,6 +34,33 @@ def vit() -> Example:
     return vit.example(vit.ViT(8, 8, 4, 24, 4, 2), 8)
 
 
+class UNet(torch.nn.Module):
+    """Images down and up again with a skip: norms by groups and channels, transposed convolutions, pooling, resizing.
+    With `rolled`, a function that has no rule stands in its middle."""
+
+    def __init__(self, rolled: bool = False) -> None:
+        super().__init__()
+        nn, self.rolled = torch.nn, rolled
+        self.stem, self.down = nn.Conv2d(3, 8, 3, padding="same"), nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+        self.norm, self.act = nn.GroupNorm(8, 16), nn.PReLU(16)
+        self.up = nn.ConvTranspose2d(16, 8, 3, stride=2, padding=1, output_padding=1)
+        self.apart, self.fine = nn.InstanceNorm2d(8, affine=True), nn.ConvTranspose2d(8, 8, 2, groups=8)
+        self.pool, self.head = nn.AdaptiveMaxPool2d(2), nn.Linear(8 * 4, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        stem = torch.nn.functional.silu(self.stem(images))
+        x = self.act(self.norm(self.down(stem)))
+        x = torch.roll(x, 1, 2) if self.rolled else x
+        x = self.apart(self.up(x) + stem)
+        x = torch.nn.functional.interpolate(self.fine(x), scale_factor=2)
+        return self.head(self.pool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+def unet(rolled: bool = False) -> Example:
+    inputs = {"images": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2, dtype=torch.int64)}
+    return Example(module=UNet(rolled), inputs=inputs, loss=torch.nn.functional.cross_entropy)
+
+
 def bert(dropout: float = 0.0, **changes: Any) -> Example:
     from transformers import BertConfig
 
@@ -83,7 +110,7 @@ def hugging_vit() -> Example:
 
 
 HAP = {"vgg": vgg, "vit": vit, "bert": bert, "bert_moe": bert_moe}
-OTHERS = {"gpt2": gpt2, "llama": llama, "qwen3": qwen3, "hugging_vit": hugging_vit}
+OTHERS = {"gpt2": gpt2, "llama": llama, "qwen3": qwen3, "hugging_vit": hugging_vit, "unet": unet}
 
 
 def random_inputs(example: Example, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:

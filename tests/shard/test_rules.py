@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from tests.run.ops.op_cases import CASES, ROWS, SYMBOLS, TOKENS
+from tests.run.ops.op_case import ROWS, SYMBOLS, TOKENS
+from tests.run.ops.op_cases import CASES
 
 from pipefit.errors import PlanError
 from pipefit.layout import split
@@ -291,7 +292,7 @@ def test_what_is_not_linear_says_so():
     passing = {case.kind for case in CASES if labelled_of(case)[1].linear}
     assert passing <= {
         "add", "sub", "mul", "div", "neg", "linear", "matmul", "rotary", "reshape", "transpose", "slice", "concat",
-        "conv", "einsum", "expand", "sum",
+        "conv", "conv_transpose", "einsum", "expand", "sum",
     }  # fmt: skip
     for case in CASES:
         if case.kind == "linear" and case.values().get("bias") is not None:

@@ -7,13 +7,22 @@ those of the values by labels, as in `shard/rules`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipefit.model.graph import Shape
 
 Labels = tuple[str | None, ...]
-Splits = tuple[tuple[Labels, ...], Labels]
-"""(labels of every value, labels of the result)."""
+
+
+class Splits(NamedTuple):
+    """The labels of a call."""
+
+    inputs: tuple[Labels, ...]
+    result: Labels
+    groups: int = 0
+    "Of so many, that the label `groups` is cut in; 0: the call has none."
+    argument: int = 0
+    "The number of the argument that says how many, which a part has fewer of."
 
 
 def splits(attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> Splits | None:
@@ -32,7 +41,7 @@ def _pointwise(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Sh
             f"d{i + offset}" if size == out[i + offset] and size != 1 else None for i, size in enumerate(shape)
         )
 
-    return tuple(map(labels, inputs)), tuple(None if size == 1 else f"d{i}" for i, size in enumerate(out))
+    return Splits(tuple(map(labels, inputs)), tuple(None if size == 1 else f"d{i}" for i, size in enumerate(out)))
 
 
 def _along(place: int, default: Any = None) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
@@ -44,24 +53,44 @@ def _along(place: int, default: Any = None) -> Callable[[Mapping[str, Any], tupl
         given = arguments[place] if len(arguments) > place else attributes["keywords"].get("dim", default)
         rank = len(inputs[0])
         if given is None or isinstance(given, dict):
-            return tuple((None,) * len(shape) for shape in inputs), (None,) * len(out)
+            return Splits(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
         dims = {dim % rank for dim in ([given] if isinstance(given, int) else given)}
         before = tuple(None if i in dims else f"d{i}" for i in range(rank))
         after = before if len(out) == rank else tuple(label for i, label in enumerate(before) if i not in dims)
         same = tuple(before if len(shape) == rank else (None,) * len(shape) for shape in inputs)
-        return same, after
+        return Splits(same, after)
 
     return labels
 
 
-def _images(spatial: int) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
-    """Rows and channels by themselves, in front of so many spatial dimensions: pooling."""
+def _images(spatial: int, together: int = 0) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
+    """Rows and channels by themselves, in front of so many spatial dimensions: pooling, resizing. Of the dimensions in
+    front, the last `together` are seen with them."""
 
     def labels(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
-        front = tuple(f"d{i}" for i in range(len(inputs[0]) - spatial))
-        return ((*front, *(None,) * spatial),), (*front, *(None,) * spatial)
+        apart = len(inputs[0]) - spatial - together
+        each = (*(f"d{i}" for i in range(apart)), *(None,) * (spatial + together))
+        return Splits((each,), each)
 
     return labels
+
+
+def _channels(spatial: bool) -> Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]:
+    """Rows and channels by themselves, and with `spatial` all behind them; other values are one number a channel."""
+
+    def labels(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+        each = tuple(f"d{i}" if i < 2 or spatial else None for i in range(len(out)))
+        others = tuple(("d1",) if shape == out[1:2] and shape != (1,) else (None,) * len(shape) for shape in inputs[1:])
+        return Splits((each, *others), each)
+
+    return labels
+
+
+def _group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
+    """Rows by themselves, and channels in whole groups; weight and bias go with the channels."""
+    labels: Labels = ("d0", "groups", *(None,) * (len(out) - 2))
+    groups = int(attributes["arguments"][1])
+    return Splits((labels, *(("groups",) for _ in inputs[1:])), labels, groups, 1)
 
 
 def _pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
@@ -71,18 +100,18 @@ def _pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -
     still = [widths[place : place + 2] == [0, 0] for place in range(0, len(widths), 2)]
     still = [*[True] * (len(out) - len(still)), *reversed(still)]
     labels = tuple(f"d{i}" if stays else None for i, stays in enumerate(still))
-    return (labels,), labels
+    return Splits((labels,), labels)
 
 
 def _by_size(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
     """A result whose sizes are arguments: whole, whatever becomes of the value that says its type."""
-    return tuple((None,) * len(shape) for shape in inputs), (None,) * len(out)
+    return Splits(tuple((None,) * len(shape) for shape in inputs), (None,) * len(out))
 
 
 def _one_more(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
     """A dimension behind all others: one-hot."""
     labels = tuple(f"d{i}" for i in range(len(inputs[0])))
-    return (labels,), (*labels, None)
+    return Splits((labels,), (*labels, None))
 
 
 _POINTWISE = """
@@ -95,6 +124,8 @@ _POINTWISE = """
 """
 """The losses are those of every element: capture adds them up by itself."""
 
+_IMAGES = "max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample_nearest _upsample_nearest_exact"
+
 _TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Splits]] = {
     **{f"aten.{name}": _pointwise for name in _POINTWISE.split()},
     **{f"aten.{name}": _along(1) for name in ("cumsum", "cumprod", "log_softmax", "logsumexp", "amax", "amin", "mean",
@@ -106,5 +137,12 @@ _TABLE: Mapping[str, Callable[[Mapping[str, Any], tuple[Shape, ...], Shape], Spl
     **{f"aten.new_{name}": _by_size for name in ("full", "ones", "zeros")},
     "aten.pad": _pad,
     "aten.constant_pad_nd": _pad,
-    **{f"aten.{name}{n}d": _images(n) for name in ("max_pool", "avg_pool", "adaptive_avg_pool") for n in (1, 2, 3)},
+    "aten.glu": _along(1, -1),
+    "aten.group_norm": _group_norm,
+    "aten.instance_norm": _channels(False),
+    "aten.prelu": _channels(True),
+    **{f"aten.{name}{n}d": _images(n) for name in _IMAGES.split() for n in (1, 2, 3)},
+    **{f"aten.upsample_{name}": _images(n) for name, n in (("linear1d", 1), ("bilinear2d", 2), ("bicubic2d", 2),
+                                                           ("trilinear3d", 3))},
+    **{f"aten.pixel_{name}": _images(2, together=1) for name in ("shuffle", "unshuffle")},
 }  # fmt: skip

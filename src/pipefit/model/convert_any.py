@@ -7,7 +7,7 @@ into slices. A function without a converter is called as it is (`aten`): whole o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipefit.errors import ModelError
@@ -101,9 +101,18 @@ def written(emitter: Emitter, item: Any, inputs: list[str]) -> Any:
 @of_any("aten.conv1d", "aten.conv2d", "aten.conv3d")
 def _conv(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
     names = ("bias", "stride", "padding", "dilation", "groups")
-    given = {**dict(zip(names, args[2:], strict=False)), **kwargs}
+    return _convolution(emitter, node, args, {**dict(zip(names, args[2:], strict=False)), **kwargs}, "conv")
+
+
+@of_any("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+def _conv_transpose(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    names = ("bias", "stride", "padding", "output_padding", "groups", "dilation")
+    return _convolution(emitter, node, args, {**dict(zip(names, args[2:], strict=False)), **kwargs}, "conv_transpose")
+
+
+def _convolution(emitter: Emitter, node: Any, args: list[Any], given: Mapping[str, Any], kind: str) -> str:
     spatial = emitter.rank(node) - 2
-    if spatial != int(str(node.target).split(".")[1][4]):
+    if spatial != int(str(node.target).split(".")[1][-2]):
         raise Unconvertible(f"a convolution of one image{line_of(node)}")
 
     def numbers(name: str, default: int) -> list[int]:
@@ -111,16 +120,27 @@ def _conv(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any
         values = [value] if isinstance(value, int) else list(value)
         return values * spatial if len(values) == 1 else values
 
-    if isinstance(given.get("padding"), str):
-        raise Unconvertible(f"a convolution with padding by name{line_of(node)}")
+    dilation = numbers("dilation", 1)
+    named = isinstance(given.get("padding"), str)
+    around = _named_padding(given["padding"], emitter.shape(args[1])[2:], dilation) if named else numbers("padding", 0)
+    if around is None:
+        raise Unconvertible(f"a convolution padded more on one side{line_of(node)}")
     attributes = {
         "stride": numbers("stride", 1),
-        "padding": numbers("padding", 0),
-        "dilation": numbers("dilation", 1),
+        "padding": around,
+        "dilation": dilation,
         "groups": int(given.get("groups", 1)),
     }
+    if kind == "conv_transpose":
+        attributes["output_padding"] = numbers("output_padding", 0)
     inputs = [emitter.value(item) for item in (*args[:2], given.get("bias"))]
-    return emitter.like(node, "conv", inputs, attributes)
+    return emitter.like(node, kind, inputs, attributes)
+
+
+def _named_padding(name: str, kernel: Sequence[Any], dilation: Sequence[int]) -> list[int] | None:
+    """Zeros on both sides for `valid` and `same`; None where one side needs one more."""
+    total = [gap * (int(size) - 1) if name == "same" else 0 for gap, size in zip(dilation, kernel, strict=True)]
+    return None if any(zeros % 2 for zeros in total) else [zeros // 2 for zeros in total]
 
 
 @of_any("aten.einsum")
@@ -166,6 +186,18 @@ def _embedding(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str
         raise Unconvertible(f"an embedding with gradients by frequency or sparse ones{line_of(node)}")
     attributes = {} if padding in (-1, None) else {"padding": int(padding)}
     return emitter.like(node, "embedding", (emitter.value(tokens), emitter.value(weight)), attributes)
+
+
+@of_any("aten.instance_norm")
+def _instance_norm(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
+    if args[3] is not None and args[5]:
+        raise ModelError(
+            "Instance norm keeps running statistics in training, which every device would change in its own way.",
+            where=line_of(node).removeprefix(", at ") or emitter.source,
+            seen=f"{emitter.source}: track_running_stats=True",
+            allowed="track_running_stats=False, which is the default",
+        )
+    raise Unconvertible("called as it is")
 
 
 @of_any("aten.batch_norm")

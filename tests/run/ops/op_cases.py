@@ -2,86 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
-from pipefit.model.ops import KINDS
-
-ROWS, TOKENS = 2, 6
-SYMBOLS = {"B": ROWS, "T": TOKENS}
-
-
-@dataclass(frozen=True)
-class OpCase:
-    """Inputs by name in the operator's order: shapes with the symbols B and T. `plain` takes them in that order."""
-
-    kind: str
-    inputs: Mapping[str, tuple[Any, ...] | None]
-    plain: Callable[..., torch.Tensor]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    parameters: frozenset[str] = frozenset()
-    integers: Mapping[str, int] = field(default_factory=dict)
-    "Inputs from the step plan: role -> exclusive upper bound of their numbers."
-
-    @property
-    def id(self) -> str:
-        extra = "-".join(
-            f"{k}={v}"
-            for k, v in self.attributes.items()
-            if k not in ("shape", "dims", "scaling", "arguments", "keywords")
-        )
-        return f"{self.kind}-{extra}" if extra else self.kind
-
-    def graph(self) -> Graph:
-        shapes = tuple(self.inputs.values())
-        outputs = KINDS[self.kind].shapes(shapes, self.attributes)
-        values = [
-            Tensor(
-                name=name,
-                shape=shape,
-                dtype="int64" if name in self.integers else "compute",
-                role=name if name in self.integers else "activation",
-            )
-            for name, shape in self.inputs.items()
-            if shape is not None and name not in self.parameters
-        ]
-        operator = Operator(
-            kind=self.kind,
-            inputs=tuple(name if shape is not None else "" for name, shape in self.inputs.items()),
-            outputs=("y",),
-            attributes=self.attributes,
-        )
-        return Graph(
-            inputs=tuple(values),
-            outputs=("y",),
-            operators=(operator,),
-            parameters=tuple(ParameterSpec(name=n, shape=self.inputs[n]) for n in self.inputs if n in self.parameters),
-            tensors=(Tensor(name="y", shape=outputs[0]),),
-        )
-
-    def values(self, seed: int = 0) -> dict[str, torch.Tensor | None]:
-        """Random numbers for all inputs, float64 or int64."""
-        generator = torch.Generator().manual_seed(seed)
-        result: dict[str, torch.Tensor | None] = {}
-        for name, shape in self.inputs.items():
-            if shape is None:
-                result[name] = None
-                continue
-            numbers = [SYMBOLS.get(size, size) for size in shape]
-            if name == "positions" and self.kind == "rotary":
-                result[name] = torch.arange(3, 3 + TOKENS).expand(*numbers).contiguous()
-            elif name in self.integers:
-                result[name] = torch.randint(0, self.integers[name], numbers, generator=generator)
-            else:
-                value = torch.randn(numbers, generator=generator, dtype=torch.float64)
-                result[name] = value.abs() + 0.5 if self.kind in ("rsqrt", "div") else value
-        return result
+from tests.run.ops import image_cases
+from tests.run.ops.op_case import ROWS, TOKENS, OpCase
 
 
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -179,30 +106,6 @@ def _gelu(x: Any) -> Any:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def _conv(attributes: Mapping[str, Any]) -> Callable[..., Any]:
-    """One tap of the kernel at a time."""
-
-    def plain(x: Any, weight: Any, bias: Any) -> Any:
-        groups, spatial = attributes["groups"], x.dim() - 2
-        edges = [side for padding in reversed(attributes["padding"]) for side in (padding, padding)]
-        x = torch.nn.functional.pad(x, edges).unflatten(1, (groups, -1))
-        weight = weight.unflatten(0, (groups, -1))
-        total: Any = 0
-        for place in itertools.product(*map(range, weight.shape[3:])):
-            part = x
-            for dim in range(spatial):
-                step, gap = attributes["stride"][dim], attributes["dilation"][dim]
-                count = (x.shape[3 + dim] - gap * (weight.shape[3 + dim] - 1) - 1) // step + 1
-                part = part.narrow(3 + dim, place[dim] * gap, (count - 1) * step + 1)
-                part = part.index_select(3 + dim, torch.arange(0, (count - 1) * step + 1, step))
-            tap = weight[(slice(None),) * 3 + place]
-            total = total + torch.einsum("bgi...,goi->bgo...", part, tap)
-        total = total.flatten(1, 2)
-        return total if bias is None else total + bias.view(-1, *[1] * spatial)
-
-    return plain
-
-
 X = ("B", "T", 10)
 _HEADS = {"q": ("B", "T", 6, 4), "k": ("B", "T", 3, 4), "v": ("B", "T", 3, 4)}
 _EXPERTS = {"x": X, "router": (5, 10), "gate_up": (5, 16, 10), "down": (5, 10, 8)}
@@ -222,12 +125,6 @@ def _moe_case(top: int, normalize: bool, activation: str) -> OpCase:
     attributes = {"experts": 5, "top_k": top, "normalize": normalize, "activation": activation}
     plain = _moe(top, normalize, _gelu if activation == "gelu" else lambda x: x * torch.sigmoid(x))
     return OpCase("moe", _EXPERTS, plain, attributes, frozenset(("router", "gate_up", "down")))
-
-
-def _conv_case(inputs: dict[str, Any], **attributes: Any) -> OpCase:
-    attributes.setdefault("groups", 1)
-    parameters = frozenset(name for name in ("w", "b") if inputs[name] is not None)
-    return OpCase("conv", inputs, _conv(attributes), attributes, parameters)
 
 
 def _aten_case(
@@ -336,11 +233,8 @@ CASES: list[OpCase] = [
         parameters=frozenset("w"),
     ),
     OpCase("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
-    _conv_case({"x": ("B", 4, 7, 6), "w": (5, 4, 3, 2), "b": (5,)}, stride=[2, 1], padding=[1, 0], dilation=[1, 2]),
-    _conv_case({"x": ("B", 4, 7), "w": (5, 4, 3), "b": None}, stride=[1], padding=[2], dilation=[1]),
-    _conv_case(
-        {"x": ("B", 6, 5, 5), "w": (9, 2, 3, 3), "b": (9,)}, stride=[1, 1], padding=[0, 0], dilation=[1, 1], groups=3
-    ),
+    *image_cases.CASES,
+    _aten_case("glu.default", lambda x: x[..., :5] * torch.sigmoid(x[..., 5:]), shape=["B", "T", 5]),
     _aten_case(
         "cumsum.default", lambda x: torch.einsum("bti,ts->bsi", x, torch.ones(TOKENS, TOKENS).triu().double()), 1
     ),
@@ -353,19 +247,6 @@ CASES: list[OpCase] = [
         [0, 0, 1, -1],
     ),
     _aten_case("roll.default", lambda x: torch.cat((x[:, -1:], x[:, :-1]), 1), [1], [1]),
-    OpCase(
-        "aten",
-        {"x": ("B", 3, 4, 4)},
-        lambda x: x.unfold(2, 2, 2).unfold(3, 2, 2).amax((-1, -2)),
-        {
-            "target": "aten.max_pool2d.default",
-            "arguments": [{"input": 0}, [2, 2], [2, 2]],
-            "keywords": {},
-            "result": None,
-            "shape": ["B", 3, 2, 2],
-            "dtype": "compute",
-        },
-    ),
     OpCase(
         "aten",
         {"a": X, "b": ("B", 1, 10)},

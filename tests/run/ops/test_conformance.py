@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_cases import CASES, ROWS, TOKENS, OpCase
+from op_cases import CASES
+from tests.run.ops.op_case import ROWS, TOKENS, OpCase
 
 from pipefit.model.ops import KINDS
 from pipefit.run.feed import Feed

@@ -2,12 +2,15 @@
 
 x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,) -> (B, O, spatial...). Keeps x; a pending W holds x and
 the gradient of the output. FLOPs: 2 x outputs x I/groups x kernel, as FlopCounterMode counts.
+
+conv_transpose(x, weight, bias?): the other way round, as the input gradient of a convolution is made; weight
+(I, O/groups, kernel...). FLOPs: 2 x inputs x O/groups x kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
@@ -31,10 +34,36 @@ def _shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> 
     return ((x[0], weight[0], *spatial),)
 
 
+def _transposed_shapes(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    x, weight = inputs[0], inputs[1]
+    assert x is not None and weight is not None
+    spatial = [
+        (int(size) - 1) * stride - 2 * padding + dilation * (int(kernel) - 1) + behind + 1
+        for size, kernel, stride, padding, dilation, behind in zip(
+            x[2:],
+            weight[2:],
+            attributes["stride"],
+            attributes["padding"],
+            attributes["dilation"],
+            attributes["output_padding"],
+            strict=True,
+        )
+    ]
+    return ((x[0], int(weight[1]) * int(attributes["groups"]), *spatial),)
+
+
 def _flops(call: Call) -> Flops:
-    weight = call.inputs[1]
-    assert weight is not None
-    product = 2 * math.prod(call.outputs[0]) * math.prod(weight[1:])
+    return _products(call.outputs[0], call.inputs[1])
+
+
+def _transposed_flops(call: Call) -> Flops:
+    return _products(call.inputs[0], call.inputs[1])
+
+
+def _products(places: Sequence[int] | None, weight: Sequence[int] | None) -> Flops:
+    """At every one of these places all of a weight but its first dimension."""
+    assert places is not None and weight is not None
+    product = 2 * math.prod(places) * math.prod(weight[1:])
     return Flops(product, product, product)
 
 
@@ -42,19 +71,35 @@ def _saves(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[s
     return operator.inputs[:1] if needs_gradient(operator.inputs[1]) else ()
 
 
+_ATTRIBUTES = {
+    "stride": "one number a spatial dimension",
+    "padding": "zeros on both sides, one number a spatial dimension",
+    "dilation": "one number a spatial dimension",
+    "groups": "channels are convolved in so many separate groups",
+}
+
 OPERATORS = (
     OperatorKind(
         kind="conv",
         summary="Convolution over all dimensions behind rows and channels; weight is (out, in / groups, kernel...).",
         inputs=("x", "weight", "bias?"),
-        attributes={
-            "stride": "one number a spatial dimension",
-            "padding": "zeros on both sides, one number a spatial dimension",
-            "dilation": "one number a spatial dimension",
-            "groups": "channels are convolved in so many separate groups",
-        },
+        attributes=_ATTRIBUTES,
         shapes=_shapes,
         flops=_flops,
+        saves=_saves,
+        gathers={1: 2, 2: 1},
+        pending_values=(0,),
+        pending_gradients=True,
+        boundary=True,
+        heavy=True,
+    ),
+    OperatorKind(
+        kind="conv_transpose",
+        summary="Transposed convolution; weight is (in, out / groups, kernel...).",
+        inputs=("x", "weight", "bias?"),
+        attributes={**_ATTRIBUTES, "output_padding": "more results behind, one number a spatial dimension"},
+        shapes=_transposed_shapes,
+        flops=_transposed_flops,
         saves=_saves,
         gathers={1: 2, 2: 1},
         pending_values=(0,),

@@ -1,7 +1,9 @@
-"""conv(x, weight, bias|'') {stride, padding, dilation, groups}, with a backward that may leave the weight's part for W.
+"""conv(x, weight, bias|'') {stride, padding, dilation, groups}, with a backward that may leave the weight's part for W;
+conv_transpose, which also has an output_padding.
 
-Shapes: x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,), y (B, O, spatial...). As `linear` does, the
-gradients of weight and bias go into their bound buffers: at once in a fused backward, or from the record's queue.
+Shapes: x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,), y (B, O, spatial...); transposed, the weight is
+(I, O/groups, kernel...). As `linear` does, the gradients of weight and bias go into their bound buffers: at once in a
+fused backward, or from the record's queue.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ class Window(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    transposed: bool
+    output_padding: tuple[int, ...]
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The convolution."""
+        stride, padding, dilation, groups, transposed, behind = self
+        return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, behind, groups)
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> Any:
         """Gradients of x, weight and bias, those that are wanted."""
@@ -30,12 +39,12 @@ class Window(NamedTuple):
             dy,
             x,
             weight,
-            [weight.shape[0]],
+            [dy.shape[1]],
             self.stride,
             self.padding,
             self.dilation,
-            False,
-            [0] * len(self.stride),
+            self.transposed,
+            self.output_padding,
             self.groups,
             wanted,
         )
@@ -59,9 +68,7 @@ class _Conv(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.weight, ctx.bias, ctx.window, ctx.record, ctx.layer = weight, bias, window, record, layer
         ctx.save_for_backward(x)
-        stride, padding, dilation, groups = window
-        whole, added = whole_of(weight), whole_of(bias)
-        return torch.convolution(x, whole, added, stride, padding, dilation, False, [0] * len(stride), groups)
+        return window.forward(x, whole_of(weight), whole_of(bias))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -93,7 +100,10 @@ def accumulate_conv(weight: Any, bias: Any, x: torch.Tensor, dy: torch.Tensor, w
 
 def build(operator: Operator, context: Context) -> Step:
     layer, apply, at = context.layer, _Conv.apply, operator.attributes
-    window = Window(tuple(at["stride"]), tuple(at["padding"]), tuple(at["dilation"]), int(at["groups"]))
+    transposed = operator.kind == "conv_transpose"
+    behind = at["output_padding"] if transposed else [0] * len(at["stride"])
+    each = (tuple(at[name]) for name in ("stride", "padding", "dilation"))
+    window = Window(*each, int(at["groups"]), transposed, tuple(behind))
 
     def conv(record: Record, x: Any, weight: Any, bias: Any) -> Any:
         return apply(x, leaf_of(weight), leaf_of(bias), weight, bias, window, record, layer)
@@ -101,4 +111,4 @@ def build(operator: Operator, context: Context) -> Step:
     return Step(conv, wants_record=True)
 
 
-BUILDERS = {"conv": build}
+BUILDERS = {"conv": build, "conv_transpose": build}

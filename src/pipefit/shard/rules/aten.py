@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.aten_splits import splits
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, whole
+from pipefit.shard.rules import Cut, Labelled, whole
 
 
 def aten(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     known = splits(operator.attributes, [shape for shape in inputs if shape is not None])
     if known is None:
         return Labelled(inputs=tuple(map(whole, inputs)), outputs=((None,) * len(outputs[0]),), units={})
-    return Labelled(inputs=known[0], outputs=(known[1],), units={})
+    if not known.groups:
+        return Labelled(inputs=known.inputs, outputs=(known.result,), units={})
+    dim = known.result.index("groups")
+
+    def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+        """The call with the groups of this device's part."""
+        if cut.dim != dim:
+            return attributes
+        part = shape[dim]
+        assert isinstance(cut.total, int) and isinstance(part, int)
+        arguments = [*attributes["arguments"]]
+        arguments[known.argument] = known.groups * part // cut.total
+        return {**attributes, "arguments": arguments}
+
+    return Labelled(inputs=known.inputs, outputs=(known.result,), units={"groups": known.groups}, local=fewer_groups)
 
 
 RULES = {"aten": aten}

@@ -1,4 +1,5 @@
-"""conv: by rows, by output channels, by input channels (-> P); with groups by rows, and by groups of both.
+"""conv, conv_transpose: by rows, by output channels, by input channels (-> P); with groups by rows, and by groups of
+both.
 
 Spatial dimensions stay whole: parts of an image would need their neighbours' edges.
 """
@@ -18,10 +19,11 @@ def conv(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Sh
     groups = int(operator.attributes["groups"])
     kernel: Labels = (None,) * (len(x) - 2)
     into, out = ("in", "out") if groups == 1 else ("groups", "groups")
+    first, second = (into, out) if operator.kind == "conv_transpose" else (out, into)
     return Labelled(
         inputs=(
             ("d0", into, *kernel),
-            (out, "in" if groups == 1 else None, *kernel),
+            (first, second if groups == 1 else None, *kernel),
             None if bias is None else (out,),
         ),
         outputs=(("d0", out, *kernel),),
@@ -40,4 +42,4 @@ def fewer_groups(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mappi
     return {**attributes, "groups": attributes["groups"] * shape[1] // cut.total}
 
 
-RULES = {"conv": conv}
+RULES = {"conv": conv, "conv_transpose": conv}
