@@ -1,0 +1,183 @@
+"""Dividing devices among the modules of a multimodal model: how long the planner takes, and what it divides.
+
+Modules of the sizes of DistTrain's MLLM-9B, 15B and 72B (ViT-Huge, a Llama, a generator of 1.0 B; arXiv 2408.04275,
+section 7) on clusters of up to 1,296 devices with 8 in a host. Costs are counted from parameters and tokens: 2 FLOPs a
+parameter and token forward, twice that backward where weights are trained, at the stated efficiency for every count of
+shards. Samples differ in their images: lognormal, with the stated sigma. The step is the closed form's, not a
+simulated or measured one.
+
+    python benchmarks/multimodal.py [--quick] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, orchestrate
+from pipefit.plan.modules.profile import ModuleProfile, Way
+from pipefit.units import format_seconds
+from provenance import provenance, write_result
+
+PEAK_FLOPS_PER_S, MEMORY_BYTES, LINK_BYTES_PER_S = 312e12, 80e9, 25e9
+"""Of one device: bfloat16 peak, memory, and its part of a host's ports."""
+
+SEQUENCE, IMAGE_TOKENS = 8192, 4096
+"""Tokens of a sample for the language model; image tokens of an average sample, to see and to generate."""
+
+EFFICIENCY = {
+    "large": {1: 0.62, 2: 0.61, 4: 0.59, 8: 0.55},
+    "small": {1: 0.55, 2: 0.48, 4: 0.40, 8: 0.30},
+}
+"""Assumed: share of the peak that a module reaches on so many shards. Small modules lose more."""
+
+MODULES = {
+    "vision": (0.63e9, 32, 1280, "small"),
+    "generator": (1.0e9, 28, 1152, "small"),
+    "7B": (6.7e9, 32, 4096, "large"),
+    "13B": (13.0e9, 40, 5120, "large"),
+    "70B": (69.0e9, 80, 8192, "large"),
+}
+"""Parameters, layers, width, efficiency."""
+
+CASES = {
+    "MLLM-9B": ("7B", (112, 324, 648, 1172, 1296)),
+    "MLLM-15B": ("13B", (112, 324, 648, 1172, 1296)),
+    "MLLM-72B": ("70B", (112, 324, 648, 1172, 1296)),
+}
+BATCH = {112: 240, 324: 480, 648: 960, 1172: 1920, 1296: 1920}
+FROZEN = {"trained": (), "vision frozen": ("vision",), "all but language frozen": ("vision", "generator")}
+SAVED_VALUES = 34
+"""Values of the width that a layer keeps for each token (Korthikanti et al. 2022, without attention's square)."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest and the largest cluster of one model")
+    parser.add_argument("--json", help="write the result here")
+    arguments = parser.parse_args()
+    cases = {"MLLM-72B": ("70B", (112, 1296))} if arguments.quick else CASES
+    rows = []
+    for name, (language, clusters) in cases.items():
+        for devices in clusters:
+            for what, frozen in FROZEN.items():
+                row = measure(language, devices, BATCH[devices], frozen, sigma=0.5, repeat=1 if arguments.quick else 5)
+                rows.append({"model": name, "training": what, **row})
+    result = {"cases": rows, "provenance": provenance()}
+    write_result(arguments.json, result)
+    print_table(rows)
+    return 0
+
+
+def measure(
+    language: str, devices: int, batch: int, frozen: tuple[str, ...], sigma: float, repeat: int
+) -> dict[str, Any]:
+    """The best layout of one case, and how long it takes to find, profiles' cuts of layers included."""
+    seconds, processor_s = [], []
+    for _ in range(repeat):
+        profiles = profiles_of(language, batch, frozen, sigma)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        found = orchestrate(profiles, devices, batch, MEMORY_BYTES)
+        seconds.append(time.perf_counter() - began)
+        processor_s.append(time.process_time() - began_cpu)
+    return {
+        "devices": devices,
+        "batch": batch,
+        "sigma": sigma,
+        "planning_s": sorted(seconds)[len(seconds) // 2],
+        "planning_processor_s": sorted(processor_s)[len(processor_s) // 2],
+        **described(found),
+    }
+
+
+def described(found: Orchestration) -> dict[str, Any]:
+    best: Arrangement = found.best[0]
+    return {
+        "layouts_of_modules": found.considered,
+        "combined": found.combined,
+        "step_s": best.step_s,
+        "microbatches": best.microbatches,
+        "devices_used": best.devices,
+        "modules": {
+            one.module: {
+                "devices": one.devices,
+                "replicas": one.replicas,
+                "stages": one.stages,
+                "shards": one.shards,
+                "recompute": one.recompute,
+            }
+            for one in best.modules
+        },
+    }
+
+
+def profiles_of(language: str, batch: int, frozen: tuple[str, ...], sigma: float) -> list[ModuleProfile]:
+    """The three modules; `frozen` ones have no weight gradients, and no backward where nothing before them trains."""
+    random = np.random.default_rng(8)
+    images = random.lognormal(0.0, sigma, (4, batch))
+    images /= images.mean()
+    profiles, trains = [], False
+    for name, key, tokens in (("vision", "vision", IMAGE_TOKENS), ("language", language, SEQUENCE),
+                              ("generator", "generator", IMAGE_TOKENS)):  # fmt: skip
+        backward = 2 if name not in frozen else int(trains)
+        trains = trains or name not in frozen
+        weights = np.ones((1, 0)) if name == "language" else images
+        profiles.append(profile_of(name, MODULES[key], tokens, backward, name in frozen, weights))
+    return profiles
+
+
+def profile_of(
+    name: str, size: tuple[float, int, int, str], tokens: int, backward: int, frozen: bool, weights: np.ndarray
+) -> ModuleProfile:
+    """A module of equal layers. Parameters take 2 bytes, gradients 4, optimizer state 12."""
+    parameters, layers, width, kind = size
+    ways = []
+    for shards, efficiency in EFFICIENCY[kind].items():
+        per_layer = parameters / layers / shards
+        forward_s = 2 * per_layer * tokens / (PEAK_FLOPS_PER_S * efficiency)
+        kept = SAVED_VALUES * width * tokens / shards if backward else 0.0
+        for recompute, again, part in (("none", 0, 1.0), ("full", 1, 2.0 / SAVED_VALUES)):
+            if recompute == "full" and not backward:
+                continue
+            each = np.ones(layers)
+            ways.append(
+                Way(
+                    shards=shards,
+                    recompute=recompute,
+                    fixed_s=6e-5 * each,
+                    sample_s=forward_s * (1 + backward + again) * each,
+                    static_bytes=per_layer * (2 if frozen else 6) * each,
+                    state_bytes=per_layer * (0 if frozen else 12) * each,
+                    saved_bytes=kept * part * each,
+                    gradient_bytes=per_layer * (0 if frozen else 4) * each,
+                )
+            )
+    return ModuleProfile(
+        name=name,
+        ways=tuple(ways),
+        weights=weights,
+        overhead_s=4e-5,
+        reduce_s_per_byte=1.0 / LINK_BYTES_PER_S,
+        workspace_bytes=2.0**30,
+    )
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'model':9} {'training':24} {'devices':>7} {'planning':>9} {'step':>9}  devices: replicas x stages x shards"
+    )
+    for row in rows:
+        each = ", ".join(
+            f"{name} {one['devices']}: {one['replicas']} x {one['stages']} x {one['shards']}"
+            for name, one in row["modules"].items()
+        )
+        planning, step = format_seconds(row["planning_s"]), format_seconds(row["step_s"])
+        print(f"{row['model']:9} {row['training']:24} {row['devices']:>7} {planning:>9} {step:>9}  {each}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Plans of several modules: each with its own devices, replicas, shards and stages (method: DistTrain)."""

@@ -1,0 +1,275 @@
+"""Dividing the devices of a cluster among the modules of a model: the layouts with the least closed-form step.
+
+The problem is that of DistTrain (arXiv 2408.04275, section 5): for every module shards, replicas and stages, and one
+count of microbatches, on disjoint devices, within memory. A step of K microbatches takes
+
+    sum of the ways through the modules + (K - 1) x the slowest stage of all + the longest reduction of gradients.
+
+Where they relax counts to real numbers and solve a convex program, all whole-numbered layouts are gone through here,
+by bounds: a layout of one module is given up when the step is too long even if all the other modules had their best,
+or when too few devices are left for them. Stages of modules further down the chain keep more microbatches in flight in
+those before them, so layouts are put together from the end of the chain backwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.cost.work import Recompute
+from pipefit.plan.modules.options import Options, options_of, unbeaten
+from pipefit.plan.modules.profile import ModuleProfile
+
+NEAR = 0.15
+"""How much longer the step of a layout on the short list may be than the best one's, as a part of it."""
+
+
+LOOKS = (0.02, 0.1, 0.5, float("inf"))
+"""How far above its bound the layouts of a count of microbatches are looked for, one after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleLayout:
+    """How one module lies over its devices."""
+
+    module: str
+    replicas: int
+    shards: int
+    cuts: tuple[int, ...]
+    "First layer of every stage but the first."
+    recompute: Recompute
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.shards * self.stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """A layout for every module, in the order of the chain."""
+
+    microbatches: int
+    modules: tuple[ModuleLayout, ...]
+    step_s: float
+    "By the closed form."
+
+    @property
+    def devices(self) -> int:
+        return sum(module.devices for module in self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orchestration:
+    """What the search found."""
+
+    best: tuple[Arrangement, ...]
+    "The fastest first, within NEAR of the first one; empty: nothing fits."
+    considered: int
+    "Layouts of single modules that were compared."
+    combined: int
+    "Layouts of all modules whose step was worked out."
+
+
+def orchestrate(
+    profiles: Sequence[ModuleProfile],
+    devices: int,
+    batch: int,
+    limit_bytes: float,
+    *,
+    top: int = 100,
+    counts: Iterable[int] | None = None,
+) -> Orchestration:
+    """The `top` layouts with the least closed-form step, for modules in the order of the chain. `counts`: the numbers
+    of microbatches to consider, by default all that divide the batch. Exact: the first one is the optimum."""
+    search = _Search(profiles, devices, batch, limit_bytes, top)
+    each = counts if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
+    for bound_s, count in sorted((search.least_s(count), count) for count in each):
+        if bound_s > search.until_s:
+            break
+        search.look(count)
+    return Orchestration(best=search.arrangements(), considered=search.considered, combined=search.combined)
+
+
+_Kept = tuple[float, int, int, tuple[tuple[int, int, int], ...]]
+"""Minus the step, minus devices, minus microbatches, and (way, row, replicas) of every module."""
+
+
+class _Search:
+    """Keeps the best combinations so far: a heap with the worst of them on top."""
+
+    def __init__(
+        self, profiles: Sequence[ModuleProfile], devices: int, batch: int, limit_bytes: float, top: int
+    ) -> None:
+        self.profiles, self.devices, self.batch, self.limit_bytes, self.top = profiles, devices, batch, limit_bytes, top
+        self.kept: list[_Kept] = []
+        self.seen: set[_Kept] = set()
+        self.best_s = np.inf
+        self.considered = self.combined = 0
+
+    @property
+    def until_s(self) -> float:
+        """What a step may take to be kept."""
+        near = self.best_s * (1 + NEAR)
+        return min(near, -self.kept[0][0]) if len(self.kept) >= self.top else near
+
+    def least_s(self, microbatches: int) -> float:
+        """Less than any step of so many microbatches, from sums alone: devices that share all work evenly, and one
+        sample on its way through every module."""
+        work_s = through_s = 0.0
+        for profile in self.profiles:
+            samples = self.batch // microbatches
+            mean = float(profile.weights.mean()) if profile.weights.size else 1.0
+            sums = [(way.shards, way.cuts.whole_fixed_s, mean * way.cuts.whole_sample_s) for way in profile.ways]
+            work_s += min(shards * (fixed_s + samples * sample_s) for shards, fixed_s, sample_s in sums)
+            through_s += min(fixed_s + sample_s for _, fixed_s, sample_s in sums)
+        return through_s + (microbatches - 1) * work_s / self.devices
+
+    def relaxed_s(self, options: Sequence[Options], microbatches: int) -> float:
+        """Less than any step with these options: the least slowest stage that the devices allow if nothing else
+        mattered, and the best of everything else."""
+        ends = np.unique(np.concatenate([one.slowest_s for one in options]))
+        low, high = 0, len(ends) - 1
+        if self._least_devices(options, ends[high]) > self.devices:
+            return float("inf")
+        while low < high:
+            middle = (low + high) // 2
+            enough = self._least_devices(options, ends[middle]) <= self.devices
+            low, high = (low, middle) if enough else (middle + 1, high)
+        through = sum(float(one.through_s.min()) for one in options)
+        return through + (microbatches - 1) * float(ends[low]) + max(float(one.reduce_s.min()) for one in options)
+
+    def _least_devices(self, options: Sequence[Options], slowest_s: float) -> float:
+        """Devices that it takes to have no stage slower than this."""
+        own = (np.where(one.slowest_s <= slowest_s, one.devices, np.inf).min() for one in options)
+        return float(sum(own))
+
+    def look(self, microbatches: int) -> None:
+        """Combine the layouts of all modules for one count of microbatches."""
+        samples = self.batch // microbatches
+        options = [options_of(one, microbatches, samples, self.devices, self.limit_bytes) for one in self.profiles]
+        self.considered += sum(one.size for one in options)
+        if not all(one.size for one in options):
+            return
+        bound_s = self.relaxed_s(options, microbatches)
+        for share in LOOKS:  # a narrow look first: what it finds makes the wider ones short
+            if bound_s > self.until_s:
+                return
+            promising = self._promising(options, microbatches, min(self.until_s, bound_s * (1 + share)))
+            if promising is not None:
+                promising = [unbeaten(one) for one in promising]
+                self._combine(promising, microbatches, len(promising) - 1, _Chosen())
+            if bound_s * (1 + share) >= self.until_s:
+                return
+
+    def _promising(self, options: Sequence[Options], microbatches: int, until_s: float) -> list[Options] | None:
+        """The options that may be part of a step of at most this; None if of some module there are none."""
+        left = list(options)
+        while True:
+            size = sum(one.size for one in left)
+            for place, one in enumerate(left):
+                others = [other for at, other in enumerate(left) if at != place]
+                step_s = _Chosen().all_best(others).step_s(one, microbatches)
+                fits = one.devices + sum(int(other.devices.min()) for other in others) <= self.devices
+                left[place] = one.only(fits & (step_s <= until_s))
+                if not left[place].size:
+                    return None
+            if sum(one.size for one in left) == size:
+                return left
+
+    def _combine(self, options: Sequence[Options], microbatches: int, place: int, chosen: _Chosen) -> None:
+        """Every option of module `place`, given what was chosen for the modules behind it."""
+        own, before = options[place], options[:place]
+        least = sum(int(one.devices.min()) for one in before)
+        fits = (own.room >= chosen.stages) & (own.devices + chosen.devices + least <= self.devices)
+        step_s = chosen.all_best(before).step_s(own, microbatches)
+        order = np.argsort(np.where(fits, step_s, np.inf), kind="stable")[: int(fits.sum())]
+        for index in order.tolist():
+            if step_s[index] > self.until_s:
+                break
+            more = chosen.with_(own, index)
+            if place:
+                self._combine(options, microbatches, place - 1, more)
+            else:
+                self._keep(float(step_s[index]), microbatches, more)
+
+    def _keep(self, step_s: float, microbatches: int, chosen: _Chosen) -> None:
+        item = (-step_s, -chosen.devices, -microbatches, chosen.keys)
+        self.combined += 1
+        if item in self.seen:
+            return
+        self.seen.add(item)
+        self.best_s = min(self.best_s, step_s)
+        if len(self.kept) < self.top:
+            heapq.heappush(self.kept, item)
+        elif item > self.kept[0]:
+            heapq.heapreplace(self.kept, item)
+
+    def arrangements(self) -> tuple[Arrangement, ...]:
+        """What was kept, the fastest first, of equally fast ones that with fewer devices."""
+        found = []
+        for minus_s, _, minus_count, keys in sorted(self.kept, reverse=True):
+            if -minus_s <= self.best_s * (1 + NEAR):
+                modules = tuple(_layout(profile, *key) for profile, key in zip(self.profiles, keys, strict=True))
+                found.append(Arrangement(microbatches=-minus_count, modules=modules, step_s=-minus_s))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the modules at the end of the chain come to."""
+
+    through_s: float = 0.0
+    slowest_s: float = 0.0
+    reduce_s: float = 0.0
+    devices: int = 0
+    stages: int = 0
+    keys: tuple[tuple[int, int, int], ...] = ()
+
+    def with_(self, options: Options, index: int) -> _Chosen:
+        """With one option more, of the module before."""
+        return _Chosen(
+            self.through_s + float(options.through_s[index]),
+            max(self.slowest_s, float(options.slowest_s[index])),
+            max(self.reduce_s, float(options.reduce_s[index])),
+            self.devices + int(options.devices[index]),
+            self.stages + int(options.stages[index]),
+            ((int(options.way[index]), int(options.row[index]), int(options.replicas[index])), *self.keys),
+        )
+
+    def all_best(self, others: Sequence[Options]) -> _Chosen:
+        """With the best of everything that these modules have."""
+        return _Chosen(
+            self.through_s + sum(float(one.through_s.min()) for one in others),
+            max([self.slowest_s, *(float(one.slowest_s.min()) for one in others)]),
+            max([self.reduce_s, *(float(one.reduce_s.min()) for one in others)]),
+        )
+
+    def step_s(self, options: Options, microbatches: int) -> Array:
+        """The step with each of these options."""
+        slowest_s = np.maximum(options.slowest_s, self.slowest_s)
+        found: Array = (
+            self.through_s
+            + options.through_s
+            + (microbatches - 1) * slowest_s
+            + np.maximum(options.reduce_s, self.reduce_s)
+        )
+        return found
+
+
+def _layout(profile: ModuleProfile, way: int, row: int, replicas: int) -> ModuleLayout:
+    own = profile.ways[way]
+    return ModuleLayout(
+        module=profile.name,
+        replicas=replicas,
+        shards=own.shards,
+        cuts=own.cuts.bounds[row][1:-1],
+        recompute=own.recompute,
+    )

@@ -1,0 +1,172 @@
+"""Devices divided among modules: the same optimum as trying everything, the figures of the simulator, memory kept."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pipefit.plan.modules.loads import fullest_loads
+from pipefit.plan.modules.options import replica_counts
+from pipefit.plan.modules.orchestrate import Arrangement, orchestrate
+from pipefit.plan.modules.profile import ModuleProfile, Way, even_cuts
+from pipefit.schedule.families import family
+from pipefit.schedule.problem import Problem, linear, uniform_costs
+from pipefit.simulate import simulate
+
+
+def random_profile(name: str, random: np.random.Generator, layers: int, heavy: bool) -> ModuleProfile:
+    """Uneven layers; two shard counts, two ways of recomputing; costs that make every choice matter."""
+    seconds = random.uniform(0.5, 3.0, layers) * (3.0 if heavy else 1.0)
+    bytes_ = random.uniform(0.5, 2.0, layers)
+    ways = []
+    for shards, (recompute, time, kept) in itertools.product((1, 2), (("none", 1.0, 1.0), ("full", 1.3, 0.2))):
+        slower = shards * random.uniform(0.6, 0.95) if shards > 1 else 1.0
+        ways.append(
+            Way(
+                shards=shards,
+                recompute=recompute,
+                fixed_s=random.uniform(0.0, 0.2, layers),
+                sample_s=seconds * time / slower,
+                static_bytes=bytes_ / shards,
+                state_bytes=2 * bytes_ / shards,
+                saved_bytes=bytes_ * kept / shards,
+                gradient_bytes=bytes_ / shards,
+            )
+        )
+    weights = random.lognormal(0.0, 0.6, (2, 6)) if heavy else np.ones((1, 0))
+    return ModuleProfile(
+        name=name, ways=tuple(ways), weights=weights, overhead_s=0.01, reduce_s_per_byte=0.3, workspace_bytes=0.5
+    )
+
+
+def layouts(profile: ModuleProfile, count: int, samples: int, limit: float) -> Iterator[tuple[float, ...]]:
+    """Every layout of a module, in plain loops: (devices, stages, slowest, through, reduction, room)."""
+    for way in profile.ways:
+        layers = len(way.sample_s)
+        for stages, replicas in itertools.product(range(1, layers + 1), range(1, samples + 1)):
+            bounds = best_cut((way.fixed_s + way.sample_s).tolist(), stages)
+            mean, most = fullest_loads(profile.weights, count, replicas, samples)
+            times, sizes, room = [], [], math.inf
+            for place, (start, stop) in enumerate(itertools.pairwise(bounds)):
+                run = slice(start, stop)
+                times.append(sum((way.fixed_s + mean * way.sample_s)[run]) + profile.overhead_s)
+                sizes.append(sum(way.gradient_bytes[run]))
+                held = sum((way.static_bytes + way.state_bytes / replicas)[run]) + profile.workspace_bytes
+                each = most * sum(way.saved_bytes[run])
+                own = stages - place - 1
+                fitting = [n for n in range(12) if held + min(count, own + n + 1) * each <= limit * (1 + 1e-12)]
+                room = min(room, max(fitting, default=-1))
+            if room >= 0:
+                reduce_s = 2 * (1 - 1 / replicas) * profile.reduce_s_per_byte * max(sizes)
+                yield replicas * stages * way.shards, stages, max(times), sum(times), reduce_s, room
+
+
+def best_cut(seconds: list[float], stages: int) -> tuple[int, ...]:
+    """By trying all: the slowest stage is fastest, and the earliest cuts of those."""
+    layers = len(seconds)
+    every = [(0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), stages - 1)]
+    return min(every, key=lambda one: (round(max(sum(seconds[a:b]) for a, b in itertools.pairwise(one)), 9), one))
+
+
+def brute_force(profiles: list[ModuleProfile], devices: int, batch: int, limit: float) -> float:
+    best = math.inf
+    for count in (count for count in range(1, batch + 1) if batch % count == 0):
+        tables = [list(layouts(profile, count, batch // count, limit)) for profile in profiles]
+        for chosen in itertools.product(*tables):
+            if sum(one[0] for one in chosen) > devices:
+                continue
+            behind = [sum(other[1] for other in chosen[place + 1 :]) for place in range(len(chosen))]
+            if all(one[5] >= more for one, more in zip(chosen, behind, strict=True)):
+                through, slowest = sum(one[3] for one in chosen), max(one[2] for one in chosen)
+                best = min(best, through + (count - 1) * slowest + max(one[4] for one in chosen))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_optimum_is_that_of_trying_everything(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes = [2, 3, 2] if seed % 2 else [3, 4]
+    profiles = [random_profile(f"m{i}", random, layers, heavy=i == 0) for i, layers in enumerate(sizes)]
+    devices, limit = int(random.integers(5, 11)), float(random.uniform(9.0, 22.0))
+    found = orchestrate(profiles, devices, 6, limit)
+    assert found.best[0].step_s == pytest.approx(brute_force(profiles, devices, 6, limit), rel=1e-9)
+    assert found.best[0].devices <= devices
+    steps = [one.step_s for one in found.best]
+    assert steps == sorted(steps) and len({(one.microbatches, one.modules) for one in found.best}) == len(steps)
+
+
+def test_nothing_that_fits_is_an_empty_list() -> None:
+    profiles = [random_profile("m", np.random.default_rng(0), 3, heavy=False)]
+    assert orchestrate(profiles, 8, 6, 0.1).best == ()
+
+
+def plain(name: str, layer_s: float, layers: int, factor: int = 3) -> ModuleProfile:
+    """Equal layers of `layer_s` forward, no overheads, memory for everything; backward factor = factor - 1."""
+    none = np.zeros(layers)
+    way = Way(
+        shards=1,
+        fixed_s=none,
+        sample_s=np.full(layers, factor * layer_s),
+        static_bytes=none,
+        state_bytes=none,
+        saved_bytes=none,
+        gradient_bytes=none,
+    )
+    return ModuleProfile(name=name, ways=(way,))
+
+
+def test_devices_go_by_work() -> None:
+    """Nine devices for modules whose work is as 1 to 2, with many microbatches: three and six of them."""
+    best = orchestrate([plain("vision", 1.0, 6), plain("language", 2.0, 6)], 9, 36, 1.0).best[0]
+    assert [module.devices for module in best.modules] == [3, 6]
+
+
+def test_a_frozen_module_gets_fewer_devices() -> None:
+    """Forward alone is a third of the work: one device for vision, where a trained one of the same size takes two."""
+
+    def vision_devices(factor: int) -> int:
+        profiles = [plain("vision", 1.0, 4, factor), plain("language", 1.0, 4)]
+        return orchestrate(profiles, 4, 24, 1.0).best[0].modules[0].devices
+
+    assert vision_devices(3) == 2 and vision_devices(1) == 1
+
+
+def test_the_closed_form_is_the_simulated_step_of_equal_stages() -> None:
+    best = orchestrate([plain("vision", 1.0, 2), plain("language", 1.0, 4)], 6, 12, 1.0, counts=[12]).best[0]
+    assert [module.stages for module in best.modules] == [2, 4]
+    assert simulated_s(best, [1.0] * 6) == pytest.approx(best.step_s)
+
+
+def simulated_s(best: Arrangement, forward_s: list[float]) -> float:
+    costs = uniform_costs(
+        linear(6), forward_s=forward_s, input_s=[2 * one for one in forward_s], weight_s=[0.0] * len(forward_s)
+    )
+    problem = Problem(placement=linear(6), microbatches=best.microbatches, costs=costs)
+    return simulate(family("1f1b")(problem), costs).makespan_s
+
+
+def test_cuts_of_every_number_are_the_best_ones() -> None:
+    seconds = np.random.default_rng(3).uniform(0.1, 1.0, 6)
+    found = even_cuts(seconds)
+    assert [len(one) - 1 for one in found] == [1, 2, 3, 4, 5, 6]
+    for own in found:
+        own_s = max(seconds[a:b].sum() for a, b in itertools.pairwise(own))
+        other = best_cut(seconds.tolist(), len(own) - 1)
+        assert own_s == pytest.approx(max(seconds[a:b].sum() for a, b in itertools.pairwise(other)))
+
+
+def test_loads_of_bins() -> None:
+    """Dealt by hand: 8, 5 | 4, 3 | 2, 1 onto two bins are 8 + 3 + 2 and 5 + 4 + 1."""
+    weights = np.array([[4.0, 8.0, 1.0, 3.0, 5.0, 2.0]])
+    assert fullest_loads(weights, 1, 2, 6) == (13.0, 13.0)
+    assert fullest_loads(weights, 6, 1, 1) == (pytest.approx(23 / 6), 8.0)
+    assert fullest_loads(np.ones((1, 0)), 3, 4, 6) == (2.0, 2.0), "alike: two samples for each of the first ones"
+
+
+def test_replicas_that_spare_nobody_work_are_left_out() -> None:
+    assert replica_counts(24, 100) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 24]
+    assert replica_counts(24, 9) == [1, 2, 3, 4, 5, 6, 7, 8]
