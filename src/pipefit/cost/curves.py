@@ -18,7 +18,8 @@ from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, L
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
 from pipefit.cost.memory import Precision
-from pipefit.cost.roofline import CollectiveTime, LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
+from pipefit.cost.operator_times import CollectiveTime
+from pipefit.cost.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
 

@@ -28,7 +28,7 @@ from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_
 from pipefit.cost.curves import collective_curves
 from pipefit.cost.direct import Bend, DirectCurve
 from pipefit.cost.network import Network, Port
-from pipefit.cost.roofline import CollectiveTime
+from pipefit.cost.operator_times import CollectiveTime
 from pipefit.cost.types import Array
 from pipefit.layout import overlaps, split
 

@@ -8,19 +8,18 @@ The measured cost model of a later version takes this one's place behind the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pipefit.cluster.types import DeviceKind, is_processor
-from pipefit.cost.exchanges import BACKWARD, Exchanges, exchanges_of
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
-from pipefit.model.graph import Graph, Operator, element_count
-from pipefit.model.ops import KINDS, saved_bytes
+from pipefit.cost.operator_times import CollectiveTime, Times, operator_times, with_merging
+from pipefit.cost.reads import KeptByReads
+from pipefit.model.graph import Graph
+from pipefit.model.ops import saved_bytes
 from pipefit.model.ops.passing import Passing, passing_bytes
 from pipefit.model.ops.saved import kept, owed_bytes
-from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
-from pipefit.model.ops.unshard import weights
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -54,19 +53,6 @@ class Place(NamedTuple):
         if not self.past:
             return 0
         return max(1, round(self.past / max(1, self.tokens)) if self.earlier is None else self.earlier)
-
-
-MERGING = (5, 4)
-"""Kernels that attention runs for each earlier slice beside those for its own keys, forward and backward: over that
-slice's keys, and to merge what comes of them (`run/ops/attention.py`)."""
-
-
-class CollectiveTime(Protocol):
-    """Seconds of collectives over the shard axis in question."""
-
-    def __call__(self, kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
-        """`total_bytes` of the whole tensor; `how` uneven parts are moved (`cost/lowerings.py`); `units` in which the
-        split dimension is cut, of an all_to_all that before and that afterwards; none: any fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +166,12 @@ class Roofline:
 
     def __init__(self) -> None:
         self._known: dict[object, LayerCost] = {}
-        self._operators: dict[object, list[tuple[float, float, float]]] = {}
-        "(forward, input gradient, weight gradient) of every operator."
+        self._memory: dict[object, LayerCost] = {}
+        "Without times: what layers hold, whatever the kind of device and its rings."
+        self._operators: dict[object, list[Times]] = {}
+        "Of every operator of a graph in one place."
+        self._times: dict[object, list[KeptByReads[Times]]] = {}
+        "Of every operator of a graph, before what earlier slices add to attention, in all places."
         self._graphs: dict[int, Graph] = {}
 
     def layer(
@@ -199,9 +189,18 @@ class Roofline:
         key = (id(graph), place, kind.name, precision, recompute, collective_key)
         if key not in self._known:
             times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
-            widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
-            self._known[key] = _layer(graph, place, times, precision, recompute, widens)
+            self._known[key] = replace(self._held(graph, place, kind, precision, recompute), **times._asdict())
         return self._known[key]
+
+    def _held(
+        self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision, recompute: Recompute
+    ) -> LayerCost:
+        """The memory of a layer."""
+        widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
+        key = (id(graph), place, widens, precision, recompute)
+        if key not in self._memory:
+            self._memory[key] = _layer_memory(graph, place, precision, recompute, widens)
+        return self._memory[key]
 
     def seconds(
         self,
@@ -219,123 +218,54 @@ class Roofline:
             return LayerSeconds(0.0, 0.0, 0.0)
         key = (id(graph), place, kind.name, precision, collective_key)
         if key not in self._operators:
-            symbols = _symbols(place)
-            self._operators[key] = [
-                _operator(graph, operator, symbols, kind, precision, collective, place.chunks)
-                for operator in graph.operators
-            ]
+            self._operators[key] = self._each(graph, place, kind, precision, collective, collective_key)
         times = self._operators[key]
         sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
         forward_s, input_s, weight_s = sums
         again_s = sum(times[index][0] for index in kept(graph, recompute, COMPUTE_BYTES[precision]).again)
         return LayerSeconds(forward_s, input_s + again_s, weight_s)
 
+    def _each(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        collective: CollectiveTime | None,
+        collective_key: object,
+    ) -> list[Times]:
+        """The times of every operator. What does not depend on the earlier slices is not worked out for each again."""
+        sizes = None if collective is None else place._replace(past=0, earlier=None, later=0)  # these tell shares apart
+        key = (id(graph), kind.name, precision, collective_key, sizes)
+        if key not in self._times:
+            self._times[key] = [KeptByReads() for _ in graph.operators]
+        symbols = _symbols(place)
+        found = []
+        for operator, kept_times in zip(graph.operators, self._times[key], strict=True):
+            work_out = partial(operator_times, graph, operator, kind, precision, collective)
+            times = kept_times.answer(symbols, work_out)
+            found.append(with_merging(times, place.chunks, kind) if operator.kind == "attention" else times)
+        return found
+
 
 def _symbols(place: Place) -> dict[str, int]:
     return {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
 
 
-def _layer(
-    graph: Graph, place: Place, times: LayerSeconds, precision: Precision, recompute: Recompute, widens: bool
-) -> LayerCost:
+def _layer_memory(graph: Graph, place: Place, precision: Precision, recompute: Recompute, widens: bool) -> LayerCost:
+    """A layer's cost without its times."""
     symbols = _symbols(place)
     width = COMPUTE_BYTES[precision]
     if place.rows == 0:
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
     saved = saved_bytes(graph, symbols, width, recompute, place.sliced)
     return LayerCost(
-        forward_s=times.forward_s,
-        input_s=times.input_s,
-        weight_s=times.weight_s,
+        forward_s=0.0,
+        input_s=0.0,
+        weight_s=0.0,
         saved_bytes=saved.after_forward,
         pending_bytes=saved.after_input_gradient,
         passing=passing_bytes(graph, symbols, width, recompute, widens, place.sliced),
         owed_before=owed_bytes(graph, {**symbols, "T": place.past + place.tokens}, width) if place.later else 0.0,
         owed_behind=owed_bytes(graph, {**symbols, "T": place.past}, width) if place.past else 0.0,
     )
-
-
-def _operator(
-    graph: Graph,
-    operator: Operator,
-    symbols: dict[str, int],
-    kind: DeviceKind,
-    precision: Precision,
-    collective: CollectiveTime | None,
-    chunks: int,
-) -> tuple[float, float, float]:
-    """Seconds of (forward, input gradient, weight gradient)."""
-    said_s = exchanges_s(exchanges_of(graph, operator, symbols, precision), collective)
-    if operator.kind == "unshard" or operator.kind in BACKWARD:
-        return said_s
-    rate = kind.peak_flops_per_s[precision] * kind.efficiency
-    forward_s, input_s, weight_s = (
-        _roof(work, rate, kind) + more_s
-        for work, more_s in zip(operator_work(graph, operator, symbols, precision), said_s, strict=True)
-    )
-    if operator.kind == "attention":
-        more_s, back_s = (count * chunks * kind.overhead_s for count in MERGING)
-        return forward_s + more_s, input_s + back_s, weight_s
-    return forward_s, input_s, weight_s
-
-
-def exchanges_s(exchanges: Exchanges, collective: CollectiveTime | None) -> tuple[float, float, float]:
-    """Seconds of the collectives of an operator: forward, input gradient and weight gradient."""
-    if not any(exchanges):
-        return 0.0, 0.0, 0.0
-    assert collective is not None, "an operator that speaks to others is costed without a shard axis"
-    forward_s, input_s, weight_s = (
-        sum(collective(kind, size, how, units) if units else collective(kind, size) for kind, size, how, units in each)
-        for each in exchanges
-    )
-    return forward_s, input_s, weight_s
-
-
-class Work(NamedTuple):
-    """What one pass of an operator computes and moves."""
-
-    flops: float
-    moved_bytes: float
-
-
-def operator_work(
-    graph: Graph, operator: Operator, symbols: Mapping[str, int], precision: Precision
-) -> tuple[Work | None, Work | None, Work | None]:
-    """Forward, input gradient and weight gradient of an operator; None for a pass that it does not have."""
-    if KINDS[operator.kind].view:
-        return None, None, None
-    width = COMPUTE_BYTES[precision]
-    flops = operator_flops(graph, operator, symbols)
-    traffic = operator_traffic_bytes(graph, operator, symbols, width)
-    outputs = sum(element_count(graph.tensor(name).shape, symbols) * width for name in operator.outputs)
-    parameters = _parameter_elements(graph, operator.inputs)
-    # The gradient pass of a product reads and writes as much as its forward; of anything else, its output's gradient
-    # comes on top. A weight gradient is added into a buffer: read and written once each.
-    back = traffic if flops.input_gradient else traffic + outputs
-    forward = Work(flops.forward, traffic)
-    input_ = Work(flops.input_gradient, back) if _differentiable(graph, operator) else None
-    if not parameters:
-        return forward, input_, None
-    gradient = 2 * parameters * max(4, width)
-    weight = Work(flops.weight_gradient, (traffic if flops.weight_gradient else 0) + gradient)
-    return forward, input_, weight
-
-
-def _roof(work: Work | None, rate: float, kind: DeviceKind) -> float:
-    if work is None:
-        return 0.0
-    return max(work.flops / rate, work.moved_bytes / kind.memory_bandwidth_bytes_per_s) + kind.overhead_s
-
-
-def _differentiable(graph: Graph, operator: Operator) -> bool:
-    """Whether a gradient flows to an activation input: not for what only reads tokens or positions."""
-    roles = {tensor.name: tensor.role for tensor in graph.inputs}
-    parameters = weights(graph)
-    return any(
-        name and name not in parameters and roles.get(name, "activation") == "activation" for name in operator.inputs
-    )
-
-
-def _parameter_elements(graph: Graph, names: Sequence[str]) -> int:
-    found = weights(graph)
-    return sum(element_count(found[name].shape, {}) for name in {*names} & {*found} if found[name].trainable)

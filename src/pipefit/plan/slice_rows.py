@@ -16,6 +16,8 @@ from pipefit.cost.table import shard_rings, slice_places
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.layout import split
+from pipefit.model.graph import Graph
+from pipefit.plan.bounds import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class SliceRows:
         self._rows: dict[object, SliceRow] = {}
         self._places: dict[int, tuple[StageWork, list[tuple[int, int, int]]]] = {}
         "By the identity of a stage, which it keeps alive."
+        self._alike: dict[tuple[int, int], tuple[list[tuple[Graph, tuple[int, ...]]], Ints]] = {}
 
     def row(self, stage: StageWork, slices: tuple[int, ...], precision: Precision) -> SliceRow:
         """Of all layers of a stage, cut into these slices. Equal questions come with the same stage."""
@@ -81,22 +84,35 @@ class SliceRows:
     ) -> Array:
         """[forward or backward, layer]."""
         device, rows, position = at
-        shards = stage.group.axis("shard")
         kind = self.network.kinds[device]
-        rings = shard_rings(stage) if shards.size > 1 else None
-        known: dict[int, tuple[float, float]] = {}
+        rings = shard_rings(stage) if stage.group.axis("shard").size > 1 else None
+        programs, index = self._programs(stage, position)
         found = []
-        for index, graphs in enumerate(stage.layers):
-            graph, shares = graphs[min(position, len(graphs) - 1)], stage.shares_of(index)
-            if id(graph) not in known:
-                start, stop = split(tokens, shares)[position]
-                place = Place(rows, tokens, past, stop - start, earlier)
-                collective = shard_collective(self.network, rings, shares) if rings else None
-                name = (rings, shares) if stage.shares else rings
-                times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, name)
-                known[id(graph)] = times.forward_s, times.least_backward_s
-            found.append(known[id(graph)])
-        return np.array(found).T
+        for graph, shares in programs:
+            start, stop = split(tokens, shares)[position]
+            place = Place(rows, tokens, past, stop - start, earlier)
+            collective = shard_collective(self.network, rings, shares) if rings else None
+            name = (rings, shares) if stage.shares else rings
+            times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, name)
+            found.append((times.forward_s, times.least_backward_s))
+        return np.array(found).T[:, index]
+
+    def _programs(self, stage: StageWork, position: int) -> tuple[list[tuple[Graph, tuple[int, ...]]], Ints]:
+        """(the distinct graphs of a stage at one position of its shard axis, each with its shares; of every layer,
+        which of them it runs)."""
+        key = (id(stage), position)
+        if key not in self._alike:
+            number: dict[int, int] = {}
+            programs: list[tuple[Graph, tuple[int, ...]]] = []
+            index = []
+            for layer, graphs in enumerate(stage.layers):
+                graph = graphs[min(position, len(graphs) - 1)]
+                if id(graph) not in number:
+                    number[id(graph)] = len(programs)
+                    programs.append((graph, stage.shares_of(layer)))
+                index.append(number[id(graph)])
+            self._alike[key] = programs, np.array(index)
+        return self._alike[key]
 
 
 def _places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.exchanges import exchanges_of
 from pipefit.cost.lowerings import Lowered
-from pipefit.cost.roofline import Work, exchanges_s, operator_work
+from pipefit.cost.operator_times import Work, exchanges_s, operator_work
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, multiply_sizes
 from pipefit.model.ops.kind import Said
 from pipefit.shard.rules import Labelled

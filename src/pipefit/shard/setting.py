@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.lowerings import Lowered
 from pipefit.cost.memory import Precision
+from pipefit.cost.operator_times import CollectiveTime
 from pipefit.cost.overlap import BUCKET_BYTES
-from pipefit.cost.roofline import CollectiveTime
 from pipefit.shard.template import Members
 
 Found = TypeVar("Found")

@@ -16,7 +16,8 @@ import numpy as np
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.memory import Precision
 from pipefit.cost.network import Network
-from pipefit.cost.roofline import CollectiveTime, LayerCost, Place, Recompute
+from pipefit.cost.operator_times import CollectiveTime
+from pipefit.cost.roofline import LayerCost, Place, Recompute
 from pipefit.cost.types import Array, CostTable
 from pipefit.model.graph import Graph
 from pipefit.validate.collectives import Collectives

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from pipefit.cluster.types import DeviceKind
 from pipefit.cost.exchanges import BACKWARD
 from pipefit.cost.memory import COMPUTE_BYTES, Precision
-from pipefit.cost.roofline import CollectiveTime, LayerCost, Place, Recompute
+from pipefit.cost.operator_times import CollectiveTime
+from pipefit.cost.roofline import LayerCost, Place, Recompute
 from pipefit.model.graph import Graph
 from pipefit.model.ops import kept, saved_bytes
 from pipefit.model.ops.kind import Call
