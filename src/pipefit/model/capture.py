@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ROLES = ("tokens", "positions", "labels", "documents")
-_EXAMPLE = {"B": 3, "T": 11}
-"Sizes of the example inputs; they appear in no graph."
+_EXAMPLE = {"B": 3, "T": 11, "I": 7, "L": 5}
+"Sizes of the example inputs; they appear in no graph. I and L: tokens of a packed row that meet a sequence."
 
 
 class OpaqueLayerWarning(UserWarning):
@@ -76,8 +76,10 @@ def capture_layers(
     """The chain `layers` as operator graphs; equal layers share one.
 
     The first argument of a layer's forward is its `x` unless it is named as an input of the step plan (tokens,
-    positions, labels, documents). `x_features`: D of the first layer's x (B, T, D), where it has one. Raises ModelError
-    for a chain that does not fit together.
+    positions, labels, documents, or one of the layer's own `data_inputs`). `x_features`: D of the first layer's x
+    (B, T, D), where it has one. Layers may say which module they belong to, and its space (`module_name`, `space`), and
+    how their x looks (`x_shape`) where it comes out of another space. Raises ModelError for a chain that does not fit
+    together.
     """
     from pipefit.model.families import finish
 
@@ -91,7 +93,7 @@ def capture_layers(
     chain = []
     for layer in layers:
         name = str(layer.layer_name)
-        call = _call_of(layer, name, x_shape)
+        call = _call_of(layer, name, getattr(layer, "x_shape", x_shape))
         fingerprint = (_fingerprint(layer), call.inputs)
         if fingerprint not in known:
             graph = _capture_layer(layer, name, call, rotary)
@@ -106,9 +108,25 @@ def capture_layers(
         x_shape = _output_shape(graph)
     keys = {layer.graph for layer in chain}
     used = {key: graph for key, graph in graphs.items() if key in keys}
-    return Model(
-        family=family, config=dict(config or {}), modules=(Module(name=MODULE, layers=tuple(chain)),), graphs=used
-    )
+    return Model(family=family, config=dict(config or {}), modules=_modules(layers, chain), graphs=used)
+
+
+def _modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[Module, ...]:
+    """Runs of layers of one module, in order. Raises ModelError where a module comes twice."""
+    found: dict[str, tuple[str, list[Layer]]] = {}
+    before = ""
+    for layer, captured in zip(layers, chain, strict=True):
+        name = str(getattr(layer, "module_name", MODULE))
+        if name in found and name != before:
+            raise ModelError(
+                "The layers of a module do not follow each other.",
+                where=f"layer {captured.name}",
+                seen=f"module {name!r} again, behind {before!r}",
+                allowed="all layers of a module in one run",
+            )
+        found.setdefault(name, (str(getattr(layer, "space", "samples")), []))[1].append(captured)
+        before = name
+    return tuple(Module(name=name, space=space, layers=tuple(run)) for name, (space, run) in found.items())
 
 
 def _device_of(layers: Sequence[nn.Module]) -> str:
@@ -123,8 +141,11 @@ def _output_shape(graph: Graph) -> Shape:
 def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
     """The graph inputs that the arguments of forward stand for."""
     arguments: dict[str, Tensor] = {}
+    given = {tensor.name: tensor for tensor in getattr(layer, "data_inputs", ())}
     for argument in inspect.signature(layer.forward).parameters.values():
-        if argument.name in _ROLES:
+        if argument.name in given:
+            tensor = given[argument.name]
+        elif argument.name in _ROLES:
             tensor = Tensor(name=argument.name, shape=("B", "T"), dtype="int64", role=argument.name)  # type: ignore[arg-type]
         elif not any(tensor.role == "activation" for tensor in arguments.values()) and not arguments:
             if x_shape is None:
@@ -142,7 +163,7 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
                 "A layer takes an input that nobody feeds.",
                 where=f"layer {name}",
                 seen=f"forward argument {argument.name!r}",
-                allowed=f"the hidden state first, then {', '.join(_ROLES)}",
+                allowed=f"the hidden state first, then {', '.join((*_ROLES, *given))}",
             )
         arguments[argument.name] = tensor
     return _Call(arguments)
@@ -207,16 +228,16 @@ def _convert(program: Any, layer: nn.Module, call: _Call, dtype: str, buffers: M
                 convert(emitter, node, type(layer).__name__)
         elif node.op == "output":
             outputs = node.args[0]
-    if len(outputs) != 1 or not hasattr(outputs[0], "meta"):
-        raise Unconvertible(f"its forward returns {len(outputs)} values, not one tensor")
-    result = emitter.value(outputs[0])
+    ranks = [emitter.rank(output) if hasattr(output, "meta") else -1 for output in outputs]
+    if -1 in ranks or not (len(ranks) == 1 or (len(ranks) == 2 and ranks[0] and not ranks[1])):
+        raise Unconvertible(f"its forward returns {len(outputs)} values, not one tensor, nor one and a loss")
     specs = tuple(
         ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
         for local, parameter in layer.named_parameters()
     )
     return Graph(
         inputs=call.inputs,
-        outputs=(result,),
+        outputs=tuple(emitter.value(output) for output in outputs),
         operators=tuple(emitter.operators),
         parameters=specs,
         tensors=tuple(emitter.tensors.values()),

@@ -90,7 +90,7 @@ def _replace_leaves(module: nn.Module) -> None:
 
         def forward(*args: Any, _child: Leaf = child, _attributes: str = attributes) -> Any:
             parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
-            return leaf([*args, *parameters], _child.kind, _attributes)
+            return leaf([*args, *parameters], _child.kind, _attributes, *_child.operator_output(*args))
 
         child.forward = forward
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipefit.errors import ModelError
 from pipefit.model.convert_emitter import Emitter, Unconvertible, converts, is_number, line_of
+from pipefit.model.ops import KINDS
 
 
 @converts("aten.linear")
@@ -95,8 +96,10 @@ def _cross_entropy(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping
 
 @converts("pipefit.leaf")
 def _leaf(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    inputs, kind, attributes = args
-    return emitter.like(node, kind, [emitter.value(item) for item in inputs], json.loads(attributes))
+    inputs, kind, attributes = args[:3]
+    names = [emitter.value(item) for item in inputs]
+    absent = [""] * (len(KINDS[kind].inputs) - len(names)) if kind in KINDS else []
+    return emitter.like(node, kind, [*names, *absent], json.loads(attributes))
 
 
 @converts("aten.add", "aten.sub", "aten.mul", "aten.div")

@@ -107,7 +107,7 @@ class Emitter:
             return "compute"
         if name in ("float32", "float64"):
             return "float32"
-        if name in ("int64", "int32", "bool"):
+        if name in ("int64", "int32", "uint8", "bool"):
             return name
         raise Unconvertible(f"the number type {name}")
 

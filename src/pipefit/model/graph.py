@@ -2,8 +2,9 @@
 
 A graph is a list of operators in execution order over named tensors. Sizes are integers or products with the
 symbols B (rows of the microbatch on one device) and T (tokens of the slice), so one graph serves every microbatch
-size, slice and share. An operator names its `kind`; what the kind means stands in `model/ops/KIND.py` (shapes,
-FLOPs, saved bytes), `shard/rules/KIND.py` (how it may be split) and `run/ops/KIND.py` (how it is executed).
+size, slice and share. Where a packed row of images meets a sequence, I and L are the tokens of that row
+(`docs/models.md`). An operator names its `kind`; what the kind means stands in `model/ops/KIND.py` (shapes, FLOPs,
+saved bytes), `shard/rules/KIND.py` (how it may be split) and `run/ops/KIND.py` (how it is executed).
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class Tensor:
     name: str
     shape: Shape
     dtype: str = "compute"
-    "`compute` for the run's floating type, `float32` for float32 or wider (float64 in a float64 run), `int64`, `bool`."
+    "`compute` for the run's floating type, `float32` for float32 or wider (float64 in a float64 run), `int64`,"
+    " `uint8`, `bool`."
     role: Role = "activation"
     "Only read for graph inputs."
 
@@ -156,6 +158,16 @@ class Graph:
             if parameter.name == name:
                 return parameter
         raise KeyError(name)
+
+    @property
+    def hidden(self) -> str | None:
+        """The output that the next layer takes as its x; None where the chain ends."""
+        return self.outputs[0] if self.tensor(self.outputs[0]).shape else None
+
+    @property
+    def loss(self) -> str | None:
+        """The output without dimensions, a sum; the last of the outputs. None where there is no loss."""
+        return None if self.tensor(self.outputs[-1]).shape else self.outputs[-1]
 
     @property
     def hash(self) -> str:

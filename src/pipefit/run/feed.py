@@ -26,6 +26,8 @@ class Feed:
     "int64 (B, T): the place in its row where a token's document starts; None where attention crosses documents."
     document_bounds: tuple[int, int] = (0, 0)
     "The lowest such place over the rows' first tokens, the highest over their last: `documents`, known to the host."
+    image_lengths: tuple[int, ...] | None = None
+    "The tokens of every image of a packed row, in order: `documents`, known to the host. None: not told."
     rows: torch.Tensor | None = None
     "int64 (B,): the number of every row within the step, so that dropout does not depend on the layout."
     data: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -16,6 +16,9 @@ from pipefit.model.graph import Graph, Operator
 from pipefit.shard.program import TOKENS, Choice, Held, ShardedGraph, labels_at, shard
 from pipefit.shard.rules import Labelled
 
+ATTENTION = ("attention", "packed_attention")
+"""Kinds that are split by heads, and make their result of queries, keys and values."""
+
 
 def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) -> ShardedGraph:
     """The Megatron program of one layer over a shard axis with these shares.
@@ -36,7 +39,7 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
     def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
         if place in columns:
             return Choice("out", columns[place])
-        if operator.kind == "attention":
+        if operator.kind in ATTENTION:
             return Choice("heads", labelled.units["heads"])
         if operator.kind == "embedding" and sequence_parallel:
             return Choice("d1")
@@ -93,7 +96,7 @@ def _units_downstream(
         label = None if labels is None else labels[dim]
         if label is None or (label in labelled.kinds and label in labelled.outputs[0]):  # a norm would have to talk
             return 0
-        if label in labelled.outputs[0] and operator.kind != "attention":
+        if label in labelled.outputs[0] and operator.kind not in ATTENTION:
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
         else:
             size = shapes[name][dim]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.run.ops import image_cases
+from tests.run.ops import image_cases, packed_cases
 from tests.run.ops.op_case import ROWS, TOKENS, OpCase
 
 
@@ -234,6 +234,7 @@ CASES: list[OpCase] = [
     ),
     OpCase("einsum", {"a": ("B", "T", 5), "b": None}, lambda a, b: a.transpose(1, 2), {"equation": "btd->bdt"}),
     *image_cases.CASES,
+    *packed_cases.CASES,
     _aten_case("glu.default", lambda x: x[..., :5] * torch.sigmoid(x[..., 5:]), shape=["B", "T", 5]),
     _aten_case(
         "cumsum.default", lambda x: torch.einsum("bti,ts->bsi", x, torch.ones(TOKENS, TOKENS).triu().double()), 1

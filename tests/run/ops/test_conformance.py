@@ -9,6 +9,7 @@ import pytest
 import torch
 from op_cases import CASES
 from tests.run.ops.op_case import ROWS, TOKENS, OpCase
+from tests.run.ops.packed_cases import DATA
 
 from pipefit.model.ops import KINDS
 from pipefit.run.feed import Feed
@@ -51,7 +52,9 @@ def run(case: OpCase, mode: str, recompute: str):
         parameter.data.copy_(values[name])
     program.bind_gradients(buffers)
     program.begin_step(0, 1)
-    feed = Feed(**{name: values[name] for name in case.integers}, rows=torch.arange(ROWS))
+    fed = {name: values[name] for name in case.integers}
+    data = {name: fed.pop(name) for name in DATA & set(fed)}
+    feed = Feed(**fed, data=data, rows=torch.arange(ROWS))
     if feed.positions is None:
         feed.positions = torch.arange(TOKENS).expand(ROWS, TOKENS).contiguous()
     activations = [tensor.name for tensor in graph.inputs if tensor.role == "activation"]

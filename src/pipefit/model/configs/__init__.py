@@ -14,7 +14,7 @@ from pipefit.model.configs.family import Family, Initial, ModelConfig, Stored
 
 __all__ = ["FAMILIES", "Family", "Initial", "ModelConfig", "Stored"]
 
-_MACHINERY = {"family", "reading"}
+_MACHINERY = {"diffusion", "family", "reading", "vision"}
 
 
 def _discover() -> Mapping[str, Family]:

@@ -132,7 +132,7 @@ def element_bytes(dtype: str, compute_bytes: int) -> int:
     """Bytes of one number. `float32` in a graph means float32 or wider."""
     if dtype == "compute":
         return compute_bytes
-    return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "bool": 1}[dtype]
+    return {"float32": max(4, compute_bytes), "int64": 8, "int32": 4, "uint8": 1, "bool": 1}[dtype]
 
 
 _ANALYSES: dict[tuple[int, int], Analysis] = {}

@@ -1,0 +1,42 @@
+"""Which entries of a learned table of positions a patch reads, where its image has another size than the table.
+
+Bicubic interpolation with a = -0.75 (Keys, 1981, equation 4), corners not aligned, edges repeated, no antialiasing: the
+weights of PyTorch's `interpolate(mode="bicubic", align_corners=False)`. One dimension at a time: the weight of an entry
+is the product of its weights along rows and columns. Works on tensors that the caller brings; torch is not imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+TAPS = 4
+"Entries that a patch reads along one dimension."
+
+_A = -0.75
+
+
+def taps(
+    place: torch.Tensor, count: torch.Tensor, size: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(indices, weights) along one dimension for patches at `place` of `count`, both int64 (N,): four tensors (N,)
+    each, int64 below `size`, and `dtype`. Where `count` is `size` the weights are exactly 0, 1, 0, 0."""
+    where = (place.to(dtype) + 0.5) * (size / count.to(dtype)) - 0.5
+    low = where.floor()
+    rest = where - low
+    distances = (rest + 1, rest, 1 - rest, 2 - rest)
+    weights = [_far(distances[0]), _near(distances[1]), _near(distances[2]), _far(distances[3])]
+    first = low.long()
+    return [(first + step).clamp(0, size - 1) for step in (-1, 0, 1, 2)], weights
+
+
+def _near(x: torch.Tensor) -> torch.Tensor:
+    """The kernel at a distance of at most 1."""
+    return ((_A + 2) * x - (_A + 3)) * x * x + 1
+
+
+def _far(x: torch.Tensor) -> torch.Tensor:
+    """The kernel at a distance between 1 and 2."""
+    return ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A

@@ -1,0 +1,134 @@
+"""A multimodal model by configuration: an image encoder, a language model, an image generator, in this order.
+
+`vision` and `generator` may be left out, one of them. Each part may be frozen; the losses have weights:
+
+    {"model_type": "multimodal", "vision": {"model_type": "vit", ...}, "language": {"model_type": "llama", ...},
+     "generator": {...}, "projector_hidden_act": "gelu", "frozen": ["vision"],
+     "loss_weights": {"language": 1.0, "generator": 0.5}}
+
+Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`, `language.model.layers.0...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.model.configs import diffusion, llama, vision
+from pipefit.model.configs.diffusion import DiffusionConfig
+from pipefit.model.configs.family import Family, Initial, Stored
+from pipefit.model.configs.llama import LlamaConfig
+from pipefit.model.configs.reading import Fields
+from pipefit.model.configs.vision import ACTIVATIONS, VisionConfig
+
+FREEZABLE = ("vision", "vision.encoder", "vision.projector", "language", "generator")
+"What `frozen` may name: modules, and the two parts of the vision module."
+
+SPACES = {"vision": "patches", "language": "samples", "generator": "latents"}
+"The modules in the order of the chain, and the space that the rows of each live in."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalConfig:
+    """One model."""
+
+    vision: VisionConfig | None
+    language: LlamaConfig
+    generator: DiffusionConfig | None
+    projector_activation: str
+    frozen: tuple[str, ...]
+    loss_weights: Mapping[str, float]
+    "Module with a loss -> the factor of its loss (per token, per element)."
+
+    @property
+    def rotary(self) -> dict[str, Any]:
+        """The attributes of the language model's rotary operator."""
+        return self.language.rotary
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the parameter of that global name keeps its value."""
+        module = name.split(".", 1)[0]
+        part = "vision.projector" if name.startswith("vision.projector.") else f"{module}.encoder"
+        return module in self.frozen or part in self.frozen
+
+    def to_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {"model_type": "multimodal"}
+        if self.vision is not None:
+            config |= {"vision": self.vision.to_config()}
+            config |= {"projector_hidden_act": vision.HUGGING_FACE_ACTIVATION[self.projector_activation]}
+        config["language"] = self.language.to_config()
+        if self.generator is not None:
+            config["generator"] = self.generator.to_config()
+        return {**config, "frozen": list(self.frozen), "loss_weights": dict(self.loss_weights)}
+
+    def stored(self, name: str) -> tuple[Stored, ...]:
+        module, inner = name.split(".", 1)
+        if module != "language":
+            return (Stored(name),)
+        return tuple(dataclasses.replace(block, name=f"language.{block.name}") for block in self.language.stored(inner))
+
+    def initial(self, name: str) -> Initial:
+        module, inner = name.split(".", 1)
+        part: Any = getattr(self, module)
+        initial: Initial = part.initial(inner)
+        return initial
+
+
+def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
+    """The typed configuration. Raises ModelError naming the part and the field."""
+    fields = Fields(config, where)
+    parts = {name: fields.value(name) for name in SPACES}
+    for name, part in parts.items():
+        if part is not None and not isinstance(part, Mapping):
+            raise fields.wrong(name, part, "a configuration: an object")
+    fields.check(
+        parts["language"] is not None and (parts["vision"] is not None or parts["generator"] is not None),
+        "A multimodal model needs a language model, and an image encoder or an image generator.",
+        ", ".join(name for name, part in parts.items() if part is not None) or "none of them",
+        "`language`, and `vision` or `generator` or both",
+    )
+    of_language = {"model_type": "llama", **parts["language"]}
+    fields.check(
+        of_language["model_type"] in llama.FAMILY.model_types,
+        "The language model is of no known type.",
+        repr(of_language["model_type"]),
+        ", ".join(llama.FAMILY.model_types),
+    )
+    frozen = _frozen(fields, [name for name, part in parts.items() if part is not None])
+    return MultimodalConfig(
+        vision=None if parts["vision"] is None else vision.read(parts["vision"], f"{where}, vision"),
+        language=llama.read(of_language, f"{where}, language"),
+        generator=None if parts["generator"] is None else diffusion.read(parts["generator"], f"{where}, generator"),
+        projector_activation=fields.choice("projector_hidden_act", default="gelu", allowed=ACTIVATIONS),
+        frozen=frozen,
+        loss_weights=_loss_weights(fields, parts["generator"] is not None),
+    )
+
+
+def _frozen(fields: Fields, modules: list[str]) -> tuple[str, ...]:
+    frozen = fields.value("frozen", default=[])
+    allowed = [name for name in FREEZABLE if name.split(".")[0] in modules]
+    if not isinstance(frozen, (list, tuple)) or any(name not in allowed for name in frozen):
+        raise fields.wrong("frozen", frozen, f"a list of some of {', '.join(allowed)}")
+    fields.check(
+        not set(modules) <= set(frozen),
+        "Every module is frozen: there is nothing to train.",
+        f"frozen {list(frozen)}",
+        "leave one of them out of `frozen`",
+    )
+    return tuple(name for name in FREEZABLE if name in frozen)
+
+
+def _loss_weights(fields: Fields, generates: bool) -> dict[str, float]:
+    allowed = ["language", *(["generator"] if generates else [])]
+    given = fields.value("loss_weights", default={})
+    good = isinstance(given, Mapping) and all(name in allowed for name in given)
+    numbers = good and all(isinstance(x, (int, float)) and not isinstance(x, bool) and x >= 0 for x in given.values())
+    if not numbers or (given and not any(given.get(name, 1.0) for name in allowed)):
+        raise fields.wrong("loss_weights", given, f"{' and '.join(allowed)} -> a number, zero or more, not all zero")
+    return {name: float(given.get(name, 1.0)) for name in allowed}
+
+
+FAMILY = Family(name="multimodal", model_types=("multimodal",), read=read, builder="pipefit.model.families.multimodal")

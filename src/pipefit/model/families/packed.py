@@ -1,0 +1,138 @@
+"""Parts of models whose images lie packed in one row: attention within an image, positions, moving tokens, the loss.
+
+Each is one operator of a graph; forward says in plain PyTorch what it computes.
+Shape suffixes: B rows, T tokens, D features, H heads, K features of a head, I image tokens, L latent tokens.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipefit.model.families.common import Leaf, wide
+from pipefit.model.ops.fourier_features import frequencies
+
+
+class PackedAttention(Leaf):
+    """softmax(q k^T / sqrt(K)) v over the tokens of the same image, before and behind."""
+
+    kind = "packed_attention"
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def forward(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, documents_BT: Tensor) -> Tensor:
+        out = torch.zeros_like(q_BTHK)
+        for row, starts in enumerate(documents_BT.tolist()):
+            for start, stop in pairwise([*sorted({*starts}), len(starts)]):
+                q, k, v = (t[row : row + 1, start:stop].transpose(1, 2) for t in (q_BTHK, k_BTHK, v_BTHK))
+                o = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+                out[row : row + 1, start:stop] = o.transpose(1, 2)
+        return out
+
+
+class ImagePositions(Leaf):
+    """x plus a learned table of positions, interpolated to the size of each image; start tokens get their own value.
+
+    grid (B, T, 4) int64: row, column, rows, columns; row -1 marks the start token of an image.
+    """
+
+    kind = "image_positions"
+
+    def __init__(self, side: int, features: int, start: bool) -> None:
+        super().__init__()
+        self.side = side
+        self.table = nn.Parameter(torch.empty(side * side + int(start), features))
+        self.start = nn.Parameter(torch.empty(features)) if start else None
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return {"rows": self.side, "columns": self.side}
+
+    def operator_parameters(self) -> tuple[str, ...]:
+        return ("table",) if self.start is None else ("table", "start")
+
+    def forward(self, x_BTD: Tensor, grid_BT4: Tensor) -> Tensor:
+        patches = self.table if self.start is None else self.table[1:]
+        table_1DNN = patches.unflatten(0, (self.side, self.side)).permute(2, 0, 1).unsqueeze(0)
+        places = []
+        for row, column, rows, columns in grid_BT4.flatten(0, 1).tolist():
+            if row < 0:
+                places.append(torch.zeros_like(self.table[0]))
+                continue
+            sized = self._sized(table_1DNN, rows, columns)
+            places.append(sized[0, :, row, column])
+        if not places:
+            return x_BTD + 0.0 * self.table.sum()
+        y_BTD = x_BTD + torch.stack(places).view_as(x_BTD)
+        if self.start is None:
+            return y_BTD
+        return torch.where(grid_BT4[..., :1] < 0, self.start + self.table[0], y_BTD)
+
+    def _sized(self, table_1DNN: Tensor, rows: int, columns: int) -> Tensor:
+        """The table for images of so many patches."""
+        if (rows, columns) == (self.side, self.side):
+            return table_1DNN
+        return F.interpolate(table_1DNN, size=(rows, columns), mode="bicubic", align_corners=False)
+
+
+class PutTokens(Leaf):
+    """h (B,T,D) with the rows of x (1,I,D) at the places b T + t (1,I)."""
+
+    kind = "put_tokens"
+
+    def forward(self, h_BTD: Tensor, x_1ID: Tensor, places_1I: Tensor) -> Tensor:
+        return h_BTD.flatten(0, 1).index_copy(0, places_1I.flatten(), x_1ID.flatten(0, 1)).view_as(h_BTD)
+
+
+class TakeTokens(Leaf):
+    """The rows of h (B,T,D) at the places b T + t (1,L): (1,L,D)."""
+
+    kind = "take_tokens"
+
+    def operator_output(self, *args: Tensor) -> tuple[int, int]:
+        return 1, int(args[0].shape[-1])
+
+    def forward(self, h_BTD: Tensor, places_1L: Tensor) -> Tensor:
+        return h_BTD.flatten(0, 1)[places_1L]
+
+
+class FourierFeatures(Leaf):
+    """Cosines and sines of times (B,T) at fixed frequencies: (B,T,2K), float32 or wider."""
+
+    kind = "fourier_features"
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def operator_attributes(self) -> dict[str, Any]:
+        return {"frequencies": self.count}
+
+    def operator_output(self, *args: Tensor) -> tuple[int, int]:
+        return 0, 2 * self.count
+
+    def forward(self, time_BT: Tensor) -> Tensor:
+        rates = torch.tensor(frequencies(self.count), dtype=wide(time_BT.dtype), device=time_BT.device)
+        angle = time_BT.to(rates.dtype).unsqueeze(-1) * rates
+        return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+class SquaredError(Leaf):
+    """Sum of the squared differences, in float32 or wider."""
+
+    kind = "squared_error"
+
+    def operator_output(self, *args: Tensor) -> tuple[int, int]:
+        return 0, 0
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        kind = wide(prediction.dtype)
+        return (prediction.to(kind) - target.to(kind)).square().sum()

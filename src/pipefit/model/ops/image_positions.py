@@ -1,0 +1,35 @@
+"""image_positions(x_BTD, grid_BT4, table_ND, start_D?) -> x plus the position of every patch, for images of any size.
+
+`grid` holds, for every token, (row, column, rows, columns): where the patch lies in its image, and how many patches the
+image has. The table is a learned one for `rows` x `columns` patches; for an image of another size it is interpolated:
+bicubic with a = -0.75, edges repeated, corners not aligned, no antialiasing, which is PyTorch's `interpolate(
+mode="bicubic", align_corners=False)`, as Hugging Face's ViT and SigLIP do it (the kernel: Keys, 1981, equation 4). Row
+-1 marks the start token of an image (ViT's class token): its value is `start` plus the first row of the table,
+whatever x.
+
+Keeps nothing: the sixteen entries of the table that a patch reads follow from its grid.
+"""
+
+from __future__ import annotations
+
+from pipefit.model.ops.kind import Call, OperatorKind, same_shape
+
+
+def _forward_extra(call: Call) -> int:
+    """The sum of the entries in the wide type, and one entry a token."""
+    tokens = call.outputs[0][0] * call.outputs[0][1]
+    return tokens * call.outputs[0][2] * (call.wide_bytes + call.compute_bytes)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="image_positions",
+        summary="x plus a learned table of positions, interpolated (bicubic) to the size of each image.",
+        inputs=("x", "grid", "table", "start?"),
+        attributes={"rows": "patches of the table's images, one below the other", "columns": "and side by side"},
+        shapes=same_shape,
+        forward_extra=_forward_extra,
+        backward_extra=_forward_extra,
+        boundary=True,
+    ),
+)

@@ -1,0 +1,39 @@
+"""put_tokens and take_tokens: hidden states move between the rows of a sequence and a packed row, by place.
+
+`put_tokens(h_BTD, x_1ID, places_1I)`: h with the I rows of x in the places b T + t that `places` names, each at most
+once. `take_tokens(h_BTD, places_1L)`: the rows of h at those places, (1, L, D). So image embeddings come into the token
+sequence, and the hidden states that an image generator is conditioned on out of it. Both keep nothing: places belong to
+the step plan. I and L may be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.model.graph import Shape
+from pipefit.model.ops.kind import OperatorKind, same_shape
+
+
+def _taken(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    h, places = inputs
+    assert h is not None and places is not None
+    return ((*places, h[-1]),)
+
+
+OPERATORS = (
+    OperatorKind(
+        kind="put_tokens",
+        summary="h (B,T,D) with rows of x (1,I,D) in the places (1,I), counted b T + t, each named once.",
+        inputs=("h", "x", "places"),
+        shapes=same_shape,
+        boundary=True,
+    ),
+    OperatorKind(
+        kind="take_tokens",
+        summary="The rows of h (B,T,D) at the places (1,L), counted b T + t: (1,L,D).",
+        inputs=("h", "places"),
+        shapes=_taken,
+        boundary=True,
+    ),
+)

@@ -1,0 +1,81 @@
+"""image_positions(x, grid, table, start|'') {rows, columns}: x plus positions, interpolated to the size of each image.
+
+x (B, T, D), grid int64 (B, T, 4): row, column, rows, columns of the patches; table (N, D), where N is rows x columns,
+and one row more in front for start tokens; start (D,). The entries that a patch reads, and their weights, are made from
+its grid on the device, in float32 or wider, in the forward and again in the backward: nothing is kept. The gradient of
+the table, of a few hundred rows, is handed to autograd whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pipefit.model.bicubic import TAPS, taps
+from pipefit.model.graph import Operator
+from pipefit.run.attention_kernels import wide_of
+from pipefit.run.ops import Context, Step
+
+
+class _ImagePositions(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, grid: torch.Tensor, table: Any, start: Any, rows: int, columns: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(grid)
+        ctx.sizes, ctx.shape, ctx.has_start = (rows, columns), table.shape, start is not None
+        wide = wide_of(x.dtype)
+        total = torch.zeros((grid[..., 0].numel(), x.shape[-1]), dtype=wide, device=x.device)
+        for entry, weight in entries(grid, rows, columns, start is not None, wide):
+            total.addcmul_(table.detach().index_select(0, entry).to(wide), weight.unsqueeze(1))
+        y = x + total.view(x.shape).to(x.dtype)
+        if start is None:
+            return y
+        first = (start + table[0]).detach()
+        return torch.where((grid[..., :1] < 0), first, y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        (grid,) = ctx.saved_tensors
+        wide = wide_of(dy.dtype)
+        of_start = (grid[..., :1] < 0) if ctx.has_start else None
+        dx = dy if of_start is None else dy.masked_fill(of_start, 0)
+        dtable = dstart = None
+        if ctx.has_start and (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
+            dstart = (dy - dx).reshape(-1, dy.shape[-1]).sum(0, dtype=wide)
+        if ctx.needs_input_grad[2]:
+            dtable = torch.zeros(ctx.shape, dtype=wide, device=dy.device)
+            flat = dx.reshape(-1, dy.shape[-1])
+            for entry, weight in entries(grid, *ctx.sizes, ctx.has_start, wide):
+                dtable.index_add_(0, entry, flat.to(wide) * weight.unsqueeze(1))
+            if dstart is not None:
+                dtable[0] += dstart
+            dtable = dtable.to(dy.dtype)
+        if dstart is not None:
+            dstart = dstart.to(dy.dtype) if ctx.needs_input_grad[3] else None
+        return dx, None, dtable, dstart, None, None
+
+
+def entries(
+    grid: torch.Tensor, rows: int, columns: int, has_start: bool, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The entries of the table that the tokens read, one after the other, with their weights: sixteen pairs of (B T,).
+    Start tokens read none: their weights are zero."""
+    row, column, tall, broad = grid.reshape(-1, 4).unbind(-1)
+    patch = row >= 0
+    vertical, down = taps(row.clamp(min=0), tall.clamp(min=1), rows, dtype)
+    horizontal, right = taps(column, broad.clamp(min=1), columns, dtype)
+    for i in range(TAPS):
+        for j in range(TAPS):
+            yield vertical[i] * columns + horizontal[j] + int(has_start), down[i] * right[j] * patch
+
+
+def build(operator: Operator, context: Context) -> Step:
+    rows, columns = int(operator.attributes["rows"]), int(operator.attributes["columns"])
+    apply = _ImagePositions.apply
+    return Step(lambda x, grid, table, start=None: apply(x, grid, table, start, rows, columns))
+
+
+BUILDERS = {"image_positions": build}

@@ -1,0 +1,105 @@
+"""packed_attention(q, k, v, documents) {scale, cut}: scaled dot products within the images of a packed row.
+
+q, k, v (B, T, H, K), documents int64 (B, T): the place in its row where a token's image starts; result (B, T, H, K).
+Every image is one call of the kernels in `attention_kernels`, forward and backward, on views of its own tokens: the
+work is the sum of the squared lengths, and nothing is padded or masked. Where the images lie is read from `documents`
+once a microbatch and shared by the layers of the stage; a device that is not the CPU is waited for then, unless the
+feed says it (`Feed.image_lengths`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from pipefit.model.graph import Operator
+from pipefit.run.attention_kernels import Call, attend, attend_back, wide_of
+from pipefit.run.ops import Context, Step
+from pipefit.run.stage_record import Record
+
+
+class Span(NamedTuple):
+    """The queries of one image that are here, and all of its keys."""
+
+    row: int
+    queries: tuple[int, int]
+    "Among the queries of this device."
+    keys: tuple[int, int]
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Keeps q, k, v, the result and the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, spans: Sequence[Span], call: Call) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide_of(q.dtype), device=q.device)
+        for row, (start, stop), keys in spans:
+            one, all_ = (slice(row, row + 1), slice(start, stop)), (slice(row, row + 1), slice(*keys))
+            out[one], lse[row : row + 1, :, start:stop] = attend(call, q[one], k[all_], v[all_])
+        ctx.spans, ctx.call, ctx.lse = spans, call, lse
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, k, v, out = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for row, (start, stop), keys in ctx.spans:
+            one, all_ = (slice(row, row + 1), slice(start, stop)), (slice(row, row + 1), slice(*keys))
+            lse = ctx.lse[row : row + 1, :, start:stop]
+            dq[one], dk[all_], dv[all_] = attend_back(ctx.call, dy[one], q[one], k[all_], v[all_], out[one], lse)
+        ctx.lse = None
+        return dq, dk, dv, None, None
+
+
+def images(record: Record, documents: torch.Tensor) -> list[list[tuple[int, int]]]:
+    """For every row the runs [start, stop) of its images, in order."""
+    key = ("images", id(documents))
+    if key not in record.cache:
+        lengths = record.feed.image_lengths
+        if lengths is not None and documents.shape[0] == 1 and sum(lengths) == documents.shape[1]:
+            bounds = [[0]]
+            for length in lengths:
+                bounds[0].append(bounds[0][-1] + length)
+        else:
+            bounds = [[*sorted({*starts}), len(starts)] for starts in documents.tolist()]
+        found = [[(a, b) for a, b in pairwise(row) if a < b] for row in bounds]
+        record.cache[key] = (documents, found)  # with the tensor, so that its identity is nobody else's
+    runs: list[list[tuple[int, int]]] = record.cache[key][1]
+    return runs
+
+
+def spans_of(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int) -> list[Span]:
+    """The spans of the `count` queries from place `first` of every row."""
+    found = []
+    for row, of_row in enumerate(runs):
+        for start, stop in of_row:
+            low, high = max(start, first), min(stop, first + count)
+            if low < high:
+                found.append(Span(row, (low - first, high - first), (start, stop)))
+    return found
+
+
+def build(operator: Operator, context: Context) -> Step:
+    call = Call(float(operator.attributes["scale"]), causal=False)
+    dim, first, _ = operator.attributes.get("cut", (0, 0, 0))
+
+    def place(queries: int, tokens: int) -> int:
+        if dim != 1 or queries == tokens:
+            return 0
+        return context.shard.runs(tokens)[context.shard.position][0] if first < 0 else int(first)
+
+    def packed_attention(
+        record: Record, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor
+    ) -> Any:
+        spans = spans_of(images(record, documents), place(q.shape[1], k.shape[1]), q.shape[1])
+        return _PackedAttention.apply(q, k, v, spans, call)
+
+    return Step(packed_attention, wants_record=True)
+
+
+BUILDERS = {"packed_attention": build}

@@ -1,0 +1,16 @@
+"""squared_error: by every dimension; the sum is partial."""
+
+from __future__ import annotations
+
+from pipefit.model.graph import Operator, Shape
+from pipefit.shard.rules import Labelled
+
+
+def squared_error(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
+    prediction = inputs[0]
+    assert prediction is not None
+    labels = tuple(f"d{i}" for i in range(len(prediction)))
+    return Labelled(inputs=(labels, labels), outputs=((),), units={})
+
+
+RULES = {"squared_error": squared_error}
