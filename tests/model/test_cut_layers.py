@@ -8,7 +8,7 @@ from tests.shard.whole_runs import compare, feed_of, reference, run_whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipefit.model.capture_whole import capture_whole
+from pipefit.model.capture_whole import capture_whole, fed_as
 from pipefit.model.example import Example
 
 
@@ -122,3 +122,45 @@ class Bare(nn.Module):
 
 def test_a_model_without_parameters_is_one_layer():
     assert layers_of(capture_whole(Example(module=Bare(), inputs={"numbers": torch.zeros(2, 3)}))) == [("model", 0)]
+
+
+class Named(nn.Module):
+    """Parameters called as inputs, hidden states and results are in graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        for name in ("x", "t0", "hidden", "labels", "linear_0", "tanh_0"):
+            self.register_parameter(name, nn.Parameter(torch.rand(4) + 0.5))
+        self.blocks = nn.ModuleList([Scaled(), Scaled()])
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x * self.x + hidden)) * self.t0 + self.linear_0
+        for block in self.blocks:
+            y = block(y)
+        return self.last(torch.tanh(y * self.hidden) * self.tanh_0 + self.labels)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.linear = nn.Parameter(torch.rand(4) + 0.5), nn.Linear(4, 4)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y + torch.tanh(self.linear(y * self.x))
+
+
+def test_parameters_that_are_called_like_values_are_told_from_them():
+    torch.manual_seed(1)
+    inputs = {"x": torch.zeros(2, 4), "hidden": torch.zeros(2, 4), "labels": torch.zeros(2, dtype=torch.int64)}
+    one = Example(module=Named(), inputs=inputs, loss=functional.cross_entropy)
+    model = capture_whole(one)
+    assert len(model.layers) > 3
+    given = {name: torch.rand(5, 4, dtype=torch.float64) for name in ("x", "hidden")}
+    given["labels"] = torch.arange(5)
+    wanted = reference(one, given)
+    state = {name: parameter.detach() for name, parameter in one.module.named_parameters()}
+    feed = feed_of(model, {fed.name: given[name] for name, fed in fed_as(one).items() if fed.role == "data"})
+    feed.labels = given["labels"]
+    compare(run_whole(None, 0, model, (), (), state, feed, 5), wanted)

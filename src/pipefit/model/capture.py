@@ -23,6 +23,7 @@ from pipefit.model.graph import Graph, Layer, Model, Module, Operator, Parameter
 from pipefit.model.layers import USER, build_layers, typed_config
 from pipefit.model.lift import lift
 from pipefit.model.ops import KINDS
+from pipefit.model.rewrite import unlike
 from pipefit.model.user import make
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
                     seen=f"forward({argument.name}, ...)",
                     allowed="a first layer that takes `tokens`, or capture_layers(..., x_features=D)",
                 )
-            tensor = Tensor(name="x", shape=x_shape)
+            tensor = Tensor(name=unlike("x", dict(layer.named_parameters())), shape=x_shape)
         elif argument.default is not argument.empty or argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
             continue
         else:
@@ -264,9 +265,9 @@ def _place(emitter: Emitter, node: Any, spec: Any, call: _Call, program: Any, bu
     if kind == "USER_INPUT":
         emitter.names[node] = call.arguments[node.name].name
         tensor = call.arguments[node.name]
-        emitter.tensors.pop(tensor.name, None)
+        emitter.given[tensor.name] = tensor.shape
     elif kind == "PARAMETER":
-        emitter.names[node] = spec.target
+        emitter.names[node], emitter.given[spec.target] = spec.target, tuple(node.meta["val"].shape)
     elif kind == "BUFFER":
         if spec.target in buffers:
             emitter.constants[node] = buffers[spec.target].detach().cpu()
@@ -305,8 +306,8 @@ def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
         shape = ()
     elif getattr(layer, "output_features", None) is not None:
         shape = ("B", "T", int(layer.output_features))
-    elif "x" in values:
-        shape = call.arguments[next(iter(call.arguments))].shape
+    elif call.inputs and call.inputs[0].role == "activation":
+        shape = call.inputs[0].shape
     else:
         raise ModelError(
             "A layer that cannot be captured must say how wide its output is.",

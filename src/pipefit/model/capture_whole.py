@@ -23,6 +23,7 @@ from pipefit.model.graph import Graph, Model, Module, ParameterSpec, Tensor
 from pipefit.model.layers import USER
 from pipefit.model.lift import lift
 from pipefit.model.ops import KINDS
+from pipefit.model.rewrite import unlike
 from pipefit.model.settle import settle, unflatten
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def fed_as(example: Example) -> dict[str, Tensor]:
     import torch
 
     found: dict[str, Tensor] = {}
+    others = {name for name, _ in example.module.named_parameters(remove_duplicate=False)}
     for name, value in example.inputs.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -225,7 +227,9 @@ def fed_as(example: Example) -> dict[str, Tensor]:
         role = role if fits and not taken else "data"
         dtype = "compute" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
         shape = ("B", *value.shape[1:])
-        found[name] = Tensor(name=name if role == "data" else role, shape=shape, dtype=dtype, role=role)
+        own = unlike(name if role == "data" else role, others)
+        others.add(own)
+        found[name] = Tensor(name=own, shape=shape, dtype=dtype, role=role)
     return found
 
 

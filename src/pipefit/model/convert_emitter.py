@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape, Size, Tensor, multiply_sizes
+from pipefit.model.rewrite import unlike
 
 LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
 """Numbers of a constant that a graph may hold: one of a layer, one of a whole model."""
@@ -115,7 +116,7 @@ class Emitter:
         self, kind: str, inputs: Sequence[str], shape: Shape, dtype: str, attributes: Mapping[str, Any] | None = None
     ) -> str:
         """Append an operator; gives the name of its value."""
-        name = f"t{len(self.tensors)}"
+        name = unlike(f"t{len(self.tensors)}", self.given)
         self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
         self.operators.append(
             Operator(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pipefit.codec import digest
 from pipefit.model.graph import Graph, Layer, Operator, ParameterSpec, Tensor
 from pipefit.model.ops import KINDS
-from pipefit.model.rewrite import canonical_names
+from pipefit.model.rewrite import canonical_names, unlike
 
 WHOLE = "model"
 "The name of a layer that is all of a model."
@@ -175,7 +175,7 @@ def _layer_graph(graph: Graph, shared: Mapping[str, Operator], part: _Part, take
     local = _local_names([spec.name for spec in graph.parameters if spec.name in read], part.key)
     renamed = dict(local)
     if takes:
-        hidden = "x" if "x" not in {tensor.name for tensor in inputs} else "hidden"
+        hidden = unlike("x", {*local.values(), *(tensor.name for tensor in inputs)}, "hidden")
         renamed[takes] = hidden
         inputs.insert(0, replace(tensors[takes], name=hidden, role="activation"))
     dropouts = 0

@@ -5,7 +5,7 @@ Pure: an `Editor` is made from a graph, changed, and gives a new graph. The rewr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Graph, Operator, Shape, Tensor
@@ -142,11 +142,14 @@ def canonical_names(graph: Graph) -> Graph:
     """The same graph with values named `KIND_N` in order, so that equal programs have equal hashes."""
     names = {tensor.name: tensor.name for tensor in graph.inputs}
     names.update({parameter.name: parameter.name for parameter in graph.parameters})
+    taken = frozenset(names)
     names[""] = ""
     counts: dict[str, int] = {}
     for operator in graph.operators:
         for output in operator.outputs:
             number = counts.get(operator.kind, 0)
+            while f"{operator.kind}_{number}" in taken:
+                number += 1
             counts[operator.kind] = number + 1
             names[output] = f"{operator.kind}_{number}"
     return Graph(
@@ -167,3 +170,11 @@ def canonical_names(graph: Graph) -> Graph:
             Tensor(name=names[tensor.name], shape=tensor.shape, dtype=tensor.dtype) for tensor in graph.tensors
         ),
     )
+
+
+def unlike(name: str, taken: Collection[str], instead: str = "") -> str:
+    """A name that is not among those that are taken: itself, else `instead`, else one with underscores behind."""
+    name = instead if instead and name in taken else name
+    while name in taken:
+        name += "_"
+    return name
