@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipefit.lab.pace import exchanged
 from pipefit.layout import overlaps, split
 from pipefit.model.graph import Operator
 from pipefit.model.ops.reshare import shares_of
+from pipefit.run import comms
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.shape import late_size
 from pipefit.run.shard_parts import ShardContext, require_part
@@ -40,7 +40,7 @@ def _exchange(x: torch.Tensor, counts: Counts, dim: int, shard: ShardContext) ->
     moved = x.movedim(dim, 0).contiguous()
     sent, received = counts[shard.position], [row[shard.position] for row in counts]
     out = moved.new_empty((sum(received), *moved.shape[1:]))
-    exchanged(lambda: dist.all_to_all_single(out, moved, received, sent, group=shard.group))
+    exchanged(lambda: comms.exchange(out, moved, received, sent, shard.group))
     return out.movedim(0, dim).contiguous()
 
 
