@@ -60,6 +60,15 @@ def test_a_device_without_rows_or_wishes_reads_nothing():
     assert one.take(ROWS, [], 0, 0) == {}
 
 
+def test_tensors_of_any_floating_type_are_rows_also_with_gradients():
+    values = torch.rand(2, 3)
+    kept = {torch.float16: values.half(), torch.bfloat16: values.bfloat16(), torch.float32: values.requires_grad_()}
+    for tensor in kept.values():
+        found = samples(Items(lambda index, tensor=tensor: (tensor, index))).take(ROWS, ["images"], 0, 0)["images"]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found[0], tensor.detach().float().numpy())
+
+
 def noisy(index: int):
     return torch.randn(2, 3) + random.random() + np.random.rand(), index
 
@@ -96,6 +105,7 @@ SECRET = np.random.default_rng(3)
         (lambda i: torch.zeros(2, 3), ["rows.py:rows[0]", "a Tensor"]),
         (lambda i: (torch.zeros(3, 2), i), ["rows.py:rows[0], images", "float32 (3, 2)", "float (2, 3)"]),
         (lambda i: (torch.zeros(2, 3), 0.5), ["rows.py:rows[0], labels", "float64 ()", "int64 ()"]),
+        (lambda i: ([[1.0], [2.0, 3.0]], i), ["rows.py:rows[0], images", "a list: ", "inhomogeneous", "float (2, 3)"]),
         (lambda i: (torch.zeros(2, 3), [][i]), ["failed to give a row", "rows.py:rows[0]", "IndexError"]),
         (lambda i: (SECRET.normal(size=(2, 3)), i), ["other numbers", "rows.py:rows[0], images", "seeded"]),
     ],

@@ -98,14 +98,19 @@ class Samples:
 
     def _fitting(self, name: str, value: Any, row: int) -> NDArray[Any]:
         field = self.fields[name]
-        array = np.asarray(value)
-        able = array.dtype.kind in ("fiub" if field.dtype == "float" else "b" if field.dtype == "bool" else "iub")
-        if array.shape == field.shape and able:
-            return array.astype(field.numpy, copy=False) if array.dtype != np.float64 else array
+        try:
+            array = _array(value)
+        except (TypeError, ValueError) as error:  # lists of unequal length, types that numpy has not
+            seen = f"a {type(value).__name__}: {str(error).splitlines()[0]}"
+        else:
+            able = array.dtype.kind in ("fiub" if field.dtype == "float" else "b" if field.dtype == "bool" else "iub")
+            if array.shape == field.shape and able:
+                return array.astype(field.numpy, copy=False) if array.dtype != np.float64 else array
+            seen = f"{array.dtype} {array.shape}"
         raise DataError(
             "An item of the data set does not fit the model's input.",
             where=f"{self._where}[{row}], {name}",
-            seen=f"{array.dtype} {array.shape}",
+            seen=seen,
             allowed=f"{field.dtype} {field.shape}, as in the example (without the dimension of rows)",
         )
 
@@ -126,6 +131,14 @@ class Samples:
                     )
                 state.update(np.ascontiguousarray(value).tobytes())
         return state.hexdigest()[:24]
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """A value as numpy has it: tensors of any device, with or without gradients; bfloat16 becomes float32."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+    return np.asarray(value)
 
 
 def _made(dataset: Any, where: str) -> Any:
