@@ -10,7 +10,7 @@ import glob
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,30 +141,37 @@ def _field(record: Any, field: str, where: str) -> bytes:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[Document]:
+    for number, row in enumerate(column_values(path, (field,))):
+        where = f"{path}, row {number}"
+        yield Document(where, _check_text(_field(row, field, where), where))
+
+
+def column_values(path: Path, columns: Sequence[str], optional: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file as plain values of these columns, without those of `optional` that it lacks.
+
+    Raises DataError if pyarrow or a column is missing, or if the file cannot be read.
+    """
     try:
         import pyarrow.parquet as parquet  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise DataError(
             "Reading parquet needs pyarrow, which is not installed.",
             where=str(path),
-            next_step="pip install 'pipefit[parquet]', or give the text as jsonl",
+            next_step="pip install 'pipefit[parquet]', or give the same rows as jsonl",
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if field not in names:
+            missing = next((name for name in columns if name not in names and name not in optional), None)
+            if missing is not None:
                 raise DataError(
-                    f"There is no column {field!r}.",
+                    f"There is no column {missing!r}.",
                     where=str(path),
                     seen=", ".join(map(repr, names)),
-                    next_step="name the column that holds the text",
+                    next_step="name the column that holds the text" if len(columns) == 1 else None,
                 )
-            number = 0
-            for batch in file.iter_batches(columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    where = f"{path}, row {number}"
-                    yield Document(where, _check_text(_field({field: value}, field, where), where))
-                    number += 1
+            for batch in file.iter_batches(columns=[name for name in columns if name in names]):
+                yield from batch.to_pylist()
     except DataError:
         raise
     except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these

@@ -8,7 +8,8 @@ the same batches, and a run resumed at step k continues with the batches that it
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,10 @@ class StepPlan:
     divisor: int
     "Valid labels of the whole step: the summed loss divided by it is the mean over tokens. At least 1."
     shape: BatchShape
+    counts: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    "Space -> tokens of that space at every position of the batch; empty for text, where every row has as many."
+    divisors: Mapping[str, int] = field(default_factory=dict)
+    "Space -> by what the summed loss of its module is divided, where modules have losses of their own; at least 1."
 
     def run(self, stage: int, microbatch: int, replica: int) -> Run:
         """See BatchShape.run."""

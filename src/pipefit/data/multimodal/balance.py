@@ -1,0 +1,125 @@
+"""Balancing: which rows of a batch go to which replica, and to which of its microbatches, so that all are alike.
+
+Every place takes one row, so bins keep their number of rows. Rows are placed from the largest down (longest processing
+time first, Graham 1969), each where the vector of loads that stand there points least in its own direction: with one
+kind of cost that is the lightest bin; with several it is the dot-product rule of vector packing (Panigrahy et al.,
+2011). Replicas come first, by their sums over the step, then the microbatches of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.multimodal.loads import NONE, Block, Ints
+from pipefit.data.permutation import make_key, permute
+
+_SPREAD = 0xBA1A
+"""Part of the key of the permutation that spreads blocks: rows are placed by size, and a pipeline that takes the
+largest first is slower than one in random order."""
+
+Floats = NDArray[np.float64]
+
+
+class _Kind(NamedTuple):
+    """One kind of load: rows' excess over the smallest row, and who bears it."""
+
+    cost: Floats
+    "(batch,) by row: the part that depends on where it goes, relative to the mean of the most loaded kind."
+    owner: Ints
+    "(cells,): microbatch within the block and replica."
+    replica: Ints
+    "(cells,)."
+    weight: Floats
+    "(cells,); 0 where none of the stage's replicas works on the row."
+    bins: int
+    replicas: int
+
+
+def balanced(block: Block, forward_ns: Sequence[Ints], spaces: Sequence[str]) -> Ints:
+    """(batch,): the position, before, of the row that is to stand at each position.
+
+    `forward_ns`: for every stage the (batch,) times of the rows by position; `spaces`: what each stage's rows are.
+    """
+    batch = block.blocks * block.rows
+    _, first, room = np.unique(block.cell, return_index=True, return_counts=True)
+    kinds = _kinds(block, forward_ns, spaces, first)
+    if not kinds:
+        return np.arange(batch, dtype=np.int64)
+    size = np.sqrt(sum((kind.cost**2 for kind in kinds), np.zeros(batch)))
+    largest_first = np.lexsort((np.arange(batch), -size)).tolist()
+    cell = _to_replicas(kinds, room * block.blocks, largest_first)
+    at = _to_microbatches(kinds, cell, np.tile(room, (block.blocks, 1)), largest_first)
+    key = make_key(_SPREAD, *(int(times.sum()) for times in forward_ns))
+    return _positions(block, permute(at, block.blocks, key), cell)
+
+
+def _to_replicas(kinds: Sequence[_Kind], room: Ints, rows: Sequence[int]) -> Ints:
+    """(batch,) the cell of every row, so that the sums over all microbatches are alike. `room`: rows of each cell."""
+    free, cell = room.copy(), np.empty(len(rows), dtype=np.int64)
+    loads = [np.zeros(kind.replicas) for kind in kinds]
+    for row in rows:
+        score = np.zeros(len(free))
+        for kind, load in zip(kinds, loads, strict=True):
+            score += load[kind.replica] * kind.weight * kind.cost[row]
+        cell[row] = np.where(free > 0, score, np.inf).argmin()
+        free[cell[row]] -= 1
+        for kind, load in zip(kinds, loads, strict=True):
+            load[kind.replica[cell[row]]] += kind.weight[cell[row]] * kind.cost[row]
+    return cell
+
+
+def _to_microbatches(kinds: Sequence[_Kind], cell: Ints, room: Ints, rows: Sequence[int]) -> Ints:
+    """(batch,) the block of every row, so that the bins within each replica are alike. `room`: (blocks, cells)."""
+    free, at = room.copy(), np.empty(len(cell), dtype=np.int64)
+    loads = [np.zeros((len(room), kind.bins)) for kind in kinds]
+    for row in rows:
+        here, score = cell[row], np.zeros(len(room))
+        for kind, load in zip(kinds, loads, strict=True):
+            score += load[:, kind.owner[here]] * kind.weight[here] * kind.cost[row]
+        at[row] = np.where(free[:, here] > 0, score, np.inf).argmin()
+        free[at[row], here] -= 1
+        for kind, load in zip(kinds, loads, strict=True):
+            load[at[row], kind.owner[here]] += kind.weight[here] * kind.cost[row]
+    return at
+
+
+def _kinds(block: Block, forward_ns: Sequence[Ints], spaces: Sequence[str], first: Ints) -> list[_Kind]:
+    """One for every set of stages with the same space and owners, by the slowest of them; those whose rows are all
+    alike are left out. `first`: a row of each cell."""
+    groups: dict[tuple[str, bytes], int] = {}
+    for stage, times in enumerate(forward_ns):
+        key = (spaces[stage], block.owner[stage].tobytes())
+        if key not in groups or times.max() > forward_ns[groups[key]].max():
+            groups[key] = stage
+    kinds = []
+    scale = float(max([1, *(int(forward_ns[stage].max()) for stage in groups.values())]))
+    for stage in groups.values():
+        excess = forward_ns[stage] - forward_ns[stage].min()
+        if excess.any():
+            owner = block.owner[stage][first]
+            kinds.append(
+                _Kind(
+                    cost=excess / scale,
+                    owner=owner,
+                    replica=np.maximum(owner, 0) % block.replicas[stage],
+                    weight=np.where(owner == NONE, 0.0, block.weight[stage][np.maximum(owner, 0)]),
+                    bins=len(block.weight[stage]),
+                    replicas=block.replicas[stage],
+                )
+            )
+    return kinds
+
+
+def _positions(block: Block, at: Ints, cell: Ints) -> Ints:
+    """From the block and the cell of every row to the row of every position. Rows that could change places stand in
+    the order in which they stood before."""
+    slot = np.repeat(np.arange(block.blocks, dtype=np.int64), block.rows) * block.rows + np.tile(
+        block.cell, block.blocks
+    )
+    result = np.empty(len(at), dtype=np.int64)
+    result[np.argsort(slot, kind="stable")] = np.argsort(at * block.rows + cell, kind="stable")
+    return result

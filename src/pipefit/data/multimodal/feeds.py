@@ -1,0 +1,196 @@
+"""The arrays of one action of a multimodal model: what the stage's space needs, for the samples of one replica.
+
+A pure function of (index, image files, step plan, space, run of positions), so any process may make them, twice if need
+be, with the same bytes. What is drawn (noise, time) is keyed by (seed, step, sample, image), never by the layout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.feed_arrays import IGNORE
+from pipefit.data.multimodal.images import BrokenImageError, blank_patches, read_patches
+from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
+from pipefit.data.multimodal.sequence import ImageUse, images_of, sequence_of
+from pipefit.data.permutation import make_key
+from pipefit.data.stepplan import StepPlan
+from pipefit.errors import DataError
+
+OnBroken = Literal["fail", "blank"]
+"""What an image does that was whole when it was indexed and is broken now."""
+
+_NOISE = 0x401_5E
+"""Part of the key of noise and times."""
+
+NORMAL_SCALE = 127.5
+"""Generated pixels p lie at p / 127.5 - 1 in the space of the noise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Arrays:
+    """The arrays of one action, by the names that the model's graphs give their inputs."""
+
+    arrays: dict[str, NDArray[Any]]
+    broken: dict[str, str] = field(default_factory=dict)
+    "Image file -> why it was replaced by a blank one."
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the arrays come from."""
+
+    index: Index
+    rows: SampleRows
+    seed: int
+    on_broken: OnBroken = "fail"
+
+
+def module_feed(source: Source, plan: StepPlan, stage: int, space: str, microbatch: int, replica: int) -> Arrays:
+    """The arrays for F of (stage, microbatch) on one replica of the stage's group, whose module lives in `space`.
+
+    See `run_feed` for what they are.
+    """
+    start, stop = plan.run(stage, microbatch, replica)
+    return run_feed(source, space, plan.step, plan.rows[start:stop], start)
+
+
+def run_feed(source: Source, space: str, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
+    """The arrays of `rows`, which stand at the positions of the batch from `first` on. B rows, T = the sequence.
+
+    `samples`: tokens, labels, positions (B, T); documents (B, T), where each token's sample starts; rows (B,), their
+    positions in the batch; image_places (1, P) and condition_places (1, L), places b T + t of patches and of latents.
+    `patches`: pixels (1, P, channels * patch**2) uint8, documents (1, P), where each patch's image starts in the row,
+    and grid (1, P, 4): row, column, rows, columns.
+    `latents`: noisy and target (1, L, channels * patch**2) float32, time (1, L) float32, documents, grid. With x the
+    pixels in [-1, 1], e the noise and t the time: noisy = (1 - t) e + t x and target = x - e (Lipman et al., 2023).
+    P and L may be 0. Raises DataError for an image that is broken now, unless `on_broken` is `blank`.
+    """
+    return _MAKERS[space](source, step, rows, first)
+
+
+def feed_bytes(rows: SampleRows, space: str, step_rows: NDArray[np.int64], patch_values: int) -> int:
+    """What `run_feed` will give for these rows, in bytes, from metadata alone."""
+    tokens = rows.of(rows.counts[space], step_rows)
+    if space == SAMPLES:
+        places = rows.of(rows.counts[PATCHES], step_rows) + rows.of(rows.counts[LATENTS], step_rows)
+        return int(8 * (4 * tokens + places + 1).sum())
+    grid_and_documents = 8 * 5
+    return int(tokens.sum()) * (grid_and_documents + (patch_values if space == PATCHES else 8 * patch_values + 4))
+
+
+def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
+    sequence = source.rows.sequence
+    shape = (len(rows), sequence)
+    tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+    documents_BT = np.zeros(shape, dtype=np.int64)
+    seen, generated = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for place, row in enumerate(rows.tolist()):
+        made = sequence_of(source.index, source.rows, row)
+        tokens_BT[place], labels_BT[place], documents_BT[place] = made.tokens_T, made.labels_T, made.starts_T
+        seen.append(made.image_places + place * sequence)
+        generated.append(made.condition_places + place * sequence)
+    return Arrays(
+        arrays={
+            "tokens": tokens_BT,
+            "labels": labels_BT,
+            "positions": np.tile(np.arange(sequence, dtype=np.int64), (len(rows), 1)),
+            "documents": documents_BT,
+            "rows": np.arange(first, first + len(rows), dtype=np.int64),
+            "image_places": np.concatenate(seen)[None],
+            "condition_places": np.concatenate(generated)[None],
+        }
+    )
+
+
+def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
+    images = _images(source, rows, IMAGE)
+    result = Arrays(arrays=_places(source, images, IMAGE))
+    width = source.index.rule(IMAGE).patch_values
+    pixels = [_pixels(source, use, result.broken) for use in images]
+    result.arrays["pixels"] = np.concatenate([np.zeros((0, width), np.uint8), *pixels])[None]
+    return result
+
+
+def _latents(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
+    images = _images(source, rows, GENERATE)
+    result = Arrays(arrays=_places(source, images, GENERATE))
+    tokens, width = sum(use.tokens for use in images), source.index.rule(GENERATE).patch_values
+    noisy, target = (np.empty((1, tokens, width), dtype=np.float32) for _ in range(2))
+    time = np.empty((1, tokens), dtype=np.float32)
+    at = 0
+    for use in images:
+        here = slice(at, at + use.tokens)
+        x = _pixels(source, use, result.broken).astype(np.float32) / np.float32(NORMAL_SCALE) - np.float32(1)
+        t, noise = draw(source.seed, step, use, width)
+        noisy[0, here], target[0, here], time[0, here] = (1 - t) * noise + t * x, x - noise, t
+        at += use.tokens
+    result.arrays |= {"noisy": noisy, "target": target, "time": time}
+    return result
+
+
+def draw(seed: int, step: int, use: ImageUse, width: int) -> tuple[np.float32, NDArray[np.float32]]:
+    """(time, uniform in [0, 1); noise (tokens, width), standard normal) of an image in a step."""
+    key = make_key(_NOISE, seed, step, use.sample, use.place)
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return np.float32(generator.random(dtype=np.float32)), generator.standard_normal(
+        (use.tokens, width), dtype=np.float32
+    )
+
+
+def _images(source: Source, rows: NDArray[np.int64], kind: int) -> list[ImageUse]:
+    return [use for row in rows.tolist() for use in images_of(source.index, source.rows, row, kind)]
+
+
+def _places(source: Source, images: list[ImageUse], kind: int) -> dict[str, NDArray[Any]]:
+    """documents (1, P) and grid (1, P, 4)."""
+    documents, grids, at = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)], 0
+    for use in images:
+        width, height, _ = source.index.images[use.image].tolist()
+        rows, columns = source.index.rule(kind).grid(width, height)
+        row, column = np.divmod(np.arange(use.tokens, dtype=np.int64), columns)
+        grids.append(np.stack([row, column, np.full_like(row, rows), np.full_like(row, columns)], axis=1))
+        documents.append(np.full(use.tokens, at, dtype=np.int64))
+        at += use.tokens
+    return {"documents": np.concatenate(documents)[None], "grid": np.concatenate(grids)[None]}
+
+
+def _pixels(source: Source, use: ImageUse, broken: dict[str, str]) -> NDArray[np.uint8]:
+    """(tokens, channels * patch**2) of an image; a blank one if it is broken and may be."""
+    width, height, _ = source.index.images[use.image].tolist()
+    rule, path = source.index.rule(use.kind), source.index.image_path(use.image)
+    try:
+        return read_patches(path, width, height, rule)
+    except BrokenImageError as error:
+        if source.on_broken == "fail":
+            raise DataError(
+                "An image that was whole when it was indexed is broken now.",
+                where=f"{path} (sample {source.index.name(use.sample)})",
+                seen=error,
+                next_step="restore the file, or make the index again with --check decode; to train on with a blank "
+                "image in its place, say --on-broken blank",
+            ) from None
+        broken[str(path)] = str(error)
+        return blank_patches(width, height, rule)
+
+
+_MAKERS: dict[str, Callable[[Source, int, NDArray[np.int64], int], Arrays]] = {
+    SAMPLES: _samples,
+    PATCHES: _patches,
+    LATENTS: _latents,
+}
+
+
+def count_broken(feeds: list[Arrays]) -> Counter[str]:
+    """Image file -> how often it was replaced."""
+    return Counter(path for feed in feeds for path in feed.broken)

@@ -1,0 +1,159 @@
+"""Images: their size from the header alone, how many patches they become, and their pixels as patches.
+
+The grid of an image is a function of its width and height, so costs are known before anything is decoded. Pixels stay
+uint8; the model normalises them on the device. Pillow is imported inside the functions that read files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import DataError
+
+BLANK = 127
+"""The value of every pixel of an image that cannot be decoded: about 0 once normalised."""
+
+CHANNELS = 3
+
+_ORIENTATION, _TURNED = 0x0112, frozenset({5, 6, 7, 8})
+"""The EXIF tag, and its values with which width and height change places."""
+
+
+class BrokenImageError(Exception):
+    """A file that is absent or is no image; its text is the reason in few words."""
+
+
+class ImageSize(NamedTuple):
+    """What is known of an image without decoding it."""
+
+    width: int
+    height: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRule:
+    """How an image becomes patches: scaled down to at most `max_patches`, its shape kept, cut at whole patches."""
+
+    patch: int = 16
+    "Pixels of the side of a patch; one patch is one token."
+    max_patches: int = 1024
+    "Larger images are scaled down to so many."
+    side: int = 0
+    "Where above 0, every image is resized to this many pixels square (encoders of one size)."
+
+    def __post_init__(self) -> None:
+        """Raises DataError for sizes that make no patches."""
+        if self.patch < 1 or self.max_patches < 1 or self.side < 0 or self.side % self.patch:
+            raise DataError(
+                "Images cannot be cut into such patches.",
+                where="image rule",
+                seen=f"patches of {self.patch} pixels, at most {self.max_patches}, side {self.side}",
+                allowed="a patch and a number of patches of at least 1; a side that is a multiple of the patch, or 0",
+            )
+
+    @property
+    def patch_values(self) -> int:
+        """Values of one patch, channels included."""
+        return CHANNELS * self.patch**2
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """(rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
+        if self.side:
+            return self.side // self.patch, self.side // self.patch
+        scale = min(1.0, math.sqrt(self.max_patches * self.patch**2 / (width * height)))
+        rows = min(self.max_patches, max(1, math.floor(height * scale / self.patch)))
+        columns = min(self.max_patches // rows, max(1, math.floor(width * scale / self.patch)))
+        return rows, columns
+
+
+def read_size(path: Path, check: bool) -> ImageSize:
+    """The size as the picture is to be seen (turned as its EXIF tag says). `check`: decode it whole, too.
+
+    Raises BrokenImageError.
+    """
+    with _opened(path) as image:
+        width, height = image.size
+        if image.getexif().get(_ORIENTATION) in _TURNED:
+            width, height = height, width
+        if check:
+            _loaded(image)
+    return ImageSize(width, height, os.path.getsize(path))
+
+
+def read_patches(path: Path, width: int, height: int, rule: ImageRule) -> NDArray[np.uint8]:
+    """(rows * columns, channels * patch * patch) uint8, row by row; within a patch channel, then row, then column.
+
+    Raises BrokenImageError if the file is no image any more, or has another size than `width` and `height`.
+    """
+    from PIL import Image, ImageOps
+
+    rows, columns = rule.grid(width, height)
+    target = columns * rule.patch, rows * rule.patch
+    with _opened(path) as image:
+        turned = image.getexif().get(_ORIENTATION) in _TURNED
+        if image.size != ((height, width) if turned else (width, height)):
+            raise BrokenImageError(f"{image.size[0]} x {image.size[1]} pixels where {width} x {height} were indexed")
+        image.draft("RGB", target[::-1] if turned else target)  # JPEG decodes to half or a quarter at once
+        _loaded(image)
+        seen = ImageOps.exif_transpose(image).convert("RGB")
+        pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
+    return to_patches(pixels_HWC, rule.patch)
+
+
+def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
+    """(height * width / patch**2, channels * patch**2): patches row by row, each by channel, row and column."""
+    height, width, channels = pixels_HWC.shape
+    tiles = pixels_HWC.reshape(height // patch, patch, width // patch, patch, channels)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3)).reshape(-1, channels * patch**2)
+
+
+def blank_patches(width: int, height: int, rule: ImageRule) -> NDArray[np.uint8]:
+    """What stands for an image that cannot be decoded: as many patches, all of one grey."""
+    rows, columns = rule.grid(width, height)
+    return np.full((rows * columns, rule.patch_values), BLANK, dtype=np.uint8)
+
+
+def require_pillow() -> None:
+    """Raises DataError if Pillow is not installed."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise DataError(
+            "Reading images needs Pillow, which is not installed.", next_step="pip install 'pipefit[images]'"
+        ) from None
+
+
+def _opened(path: Path) -> Any:
+    """A PIL image whose header has been read."""
+    from PIL import Image
+
+    if not path.is_file():
+        raise BrokenImageError("there is no such file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(path)
+    except Exception as error:  # decoders raise whatever their format makes them
+        raise BrokenImageError(_reason(error)) from None
+
+
+def _loaded(image: Any) -> None:
+    try:
+        image.load()
+    except Exception as error:  # decoders raise whatever their format makes them
+        raise BrokenImageError(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return "not an image that Pillow knows" if text.startswith("cannot identify") else text[:120]

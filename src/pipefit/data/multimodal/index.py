@@ -1,0 +1,317 @@
+"""The index: a manifest turned once into arrays that every rank maps: tokens, parts, image sizes, paths.
+
+Everything that decides what a step is lies in it, so that all ranks agree without talking: an image that is broken, or
+whose file is absent, is found when the index is made, and its sample is then in no rank's data. `make_index` writes
+the folder aside and renames it; `open_index` only maps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.codec import dump_text, from_data
+from pipefit.data.multimodal.folder import Task, read_samples
+from pipefit.data.multimodal.images import BrokenImageError, ImageRule, ImageSize, read_size, require_pillow
+from pipefit.data.multimodal.manifest import Part, Sample
+from pipefit.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from pipefit.errors import DataError, FormatError
+
+OnBroken = Literal["fail", "skip"]
+Check = Literal["decode", "header"]
+
+TEXT, PROMPT, IMAGE, GENERATE, END = range(5)
+"""Kinds of parts as numbers; a prompt is a text that is not learned, END the separator after a sample."""
+
+_FORMAT = 1
+_ARRAYS = ("tokens", "sample_parts", "parts", "images", "texts", "text_ends")
+_SAMPLES_AT_ONCE = 512
+_REPORTED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRequest:
+    """What is to be indexed, and how texts and images become tokens."""
+
+    source: str
+    "A manifest (jsonl, parquet) or a folder of images."
+    task: Task = "caption"
+    "Of a folder: whether its texts are learned from the images, or the images generated from the texts."
+    tokenizer: str = BYTES
+    "`bytes`, a tokenizer.json, or a folder that holds one."
+    images: ImageRule = field(default_factory=ImageRule)
+    "How images that are looked at become patches."
+    generated: ImageRule = field(default_factory=ImageRule)
+    "How images that are to be generated become latent patches."
+    image_token: int = 0
+    "The id that stands in the sequence for a patch; what the model embeds there is the patch."
+    generation_token: int = 0
+    "The id that stands for a latent patch that is to be generated."
+    on_broken: OnBroken = "fail"
+    "What a broken or absent image does: end the indexing, or leave its sample out (counted and reported)."
+    check: Check = "decode"
+    "`decode` reads every image whole; `header` its size only, and what is broken behind it is found in training."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A sample that is not in the index, and why."""
+
+    sample: str
+    where: str
+    image: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSummary:
+    """What the index says of itself."""
+
+    format: int
+    request: IndexRequest
+    root: str
+    "The folder that image paths are relative to."
+    samples: int
+    images: int
+    tokens: int
+    "Of all texts."
+    image_bytes: int
+    vocabulary: int
+    separator: int | None
+    left_out: int
+    "Samples whose image is broken or absent."
+    reported: tuple[LeftOut, ...]
+    "The first thousand of them."
+    digest: str
+    "Of all arrays and rules: equal data have equal ones."
+
+
+class Index:
+    """The metadata of all samples, mapped."""
+
+    def __init__(self, folder: Path, summary: IndexSummary) -> None:
+        self.folder, self.summary = folder, summary
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+        self.tokens: NDArray[Any] = arrays["tokens"]
+        "Ids of all texts, one behind the other."
+        self.sample_parts: NDArray[Any] = arrays["sample_parts"]
+        "(samples + 1,): where the parts of each sample start."
+        self.parts: NDArray[Any] = arrays["parts"]
+        "(parts, 3): kind; first token, or number of the image; tokens, patches or latents."
+        self.images: NDArray[Any] = arrays["images"]
+        "(images, 3): width, height, bytes of the file."
+        self._texts, self._text_ends = arrays["texts"], arrays["text_ends"]
+
+    @property
+    def samples(self) -> int:
+        return self.summary.samples
+
+    def name(self, sample: int) -> str:
+        """The `id` of a sample."""
+        return self._text(sample)
+
+    def image_path(self, image: int) -> Path:
+        """Where the file of an image lies."""
+        return Path(self.summary.root) / self._text(self.samples + image)
+
+    def rule(self, kind: int) -> ImageRule:
+        """How images of this kind become patches."""
+        return self.summary.request.generated if kind == GENERATE else self.summary.request.images
+
+    def _text(self, number: int) -> str:
+        start = int(self._text_ends[number - 1]) if number else 0
+        return bytes(self._texts[start : int(self._text_ends[number])]).decode("utf-8")
+
+
+def make_index(request: IndexRequest, folder: Path, threads: int = 8) -> IndexSummary:
+    """Read the manifest and the images' sizes, and write the index as `folder`.
+
+    Raises DataError for a source that is missing, broken or empty, for an image that is broken or absent unless
+    `on_broken` is `skip`, and if `folder` cannot be written or is something else.
+    """
+    require_pillow()
+    source = Path(request.source).expanduser()
+    tokenizer = load_tokenizer(request.tokenizer)
+    root = source if source.is_dir() else source.parent
+    builder = _Builder(request, tokenizer, root.absolute())
+    with ThreadPoolExecutor(threads) as pool:
+        for block in _blocks(read_samples(source, request.task)):
+            builder.add(block, list(pool.map(builder.sizes, block)))
+    summary = builder.summary(str(source))
+    _write(folder, builder.arrays(), summary)
+    return summary
+
+
+def open_index(folder: Path) -> Index:
+    """The index that `make_index` wrote. Raises DataError if it is absent, of another version or damaged."""
+    try:
+        data = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        summary = from_data(IndexSummary, data, str(folder / "index.json"))
+        if summary.format != _FORMAT:
+            raise ValueError(f"format {summary.format}, not {_FORMAT}")
+        return Index(folder, summary)
+    except (OSError, ValueError, FormatError) as error:
+        raise DataError(
+            "This is no index of samples, or a damaged one.",
+            where=str(folder),
+            seen=str(error).splitlines()[0],
+            next_step=f"make it: pipefit data MANIFEST -o {folder}",
+        ) from None
+
+
+Sizes = list[ImageSize | LeftOut | None]
+"""For every part of a sample: the size of its image, why it has none, or None for a text."""
+
+
+class _Builder:
+    def __init__(self, request: IndexRequest, tokenizer: Tokenizer, root: Path) -> None:
+        self._request, self._tokenizer, self._root = request, tokenizer, root
+        self._tokens: list[NDArray[np.int64]] = []
+        self._token_count = 0
+        self._sample_parts, self._parts = [0], list[tuple[int, int, int]]()
+        self._images, self._names, self._paths = list[ImageSize](), list[str](), list[str]()
+        self._left_out, self._reported = 0, list[LeftOut]()
+
+    def sizes(self, sample: Sample) -> Sizes:
+        """The sizes of a sample's images. Pure: may run beside others."""
+        return [None if part.kind == "text" else self._size(sample, part) for part in sample.parts]
+
+    def add(self, samples: list[Sample], sizes: list[Sizes]) -> None:
+        """Append samples in their order. Raises DataError at a broken image, unless those are skipped."""
+        for sample, of_parts in zip(samples, sizes, strict=True):
+            broken = next((size for size in of_parts if isinstance(size, LeftOut)), None)
+            if broken is None:
+                self._append(sample, of_parts)
+            elif self._request.on_broken == "fail":
+                raise _broken_image(broken)
+            else:
+                self._left_out += 1
+                self._reported += [broken] if len(self._reported) < _REPORTED else []
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        texts = [name.encode("utf-8") for name in (*self._names, *self._paths)]
+        vocabulary = self._tokenizer.vocabulary
+        kind = np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
+        return {
+            "tokens": np.concatenate([np.zeros(0, np.int64), *self._tokens]).astype(kind),
+            "sample_parts": np.array(self._sample_parts, dtype=np.int64),
+            "parts": np.array(self._parts, dtype=np.int64).reshape(-1, 3),
+            "images": np.array(self._images, dtype=np.int64).reshape(-1, 3),
+            "texts": np.frombuffer(b"".join(texts), dtype=np.uint8),
+            "text_ends": np.cumsum([len(text) for text in texts], dtype=np.int64),
+        }
+
+    def summary(self, source: str) -> IndexSummary:
+        if not self._names:
+            raise DataError(
+                "There is not one sample to train on.",
+                where=source,
+                seen=f"{self._left_out} samples left out for their images" if self._left_out else "no rows",
+                next_step="name a manifest with samples, or mend the images",
+            )
+        state = hashlib.sha256(f"{_FORMAT} {self._tokenizer.digest} {self._request.image_token}".encode())
+        state.update(f"{self._request.images} {self._request.generated} {self._request.generation_token}".encode())
+        for name, array in self.arrays().items():
+            state.update(f"{name} {array.shape}".encode() + array.tobytes())
+        return IndexSummary(
+            format=_FORMAT,
+            request=self._request,
+            root=str(self._root),
+            samples=len(self._names),
+            images=len(self._images),
+            tokens=self._token_count,
+            image_bytes=sum(image.file_bytes for image in self._images),
+            vocabulary=self._tokenizer.vocabulary,
+            separator=self._tokenizer.separator,
+            left_out=self._left_out,
+            reported=tuple(self._reported),
+            digest=state.hexdigest()[:24],
+        )
+
+    def _size(self, sample: Sample, part: Part) -> ImageSize | LeftOut:
+        try:
+            return read_size(self._root / part.value, check=self._request.check == "decode")
+        except BrokenImageError as error:
+            return LeftOut(sample=sample.name, where=sample.where, image=part.value, reason=str(error))
+
+    def _append(self, sample: Sample, sizes: Sizes) -> None:
+        for part, size in zip(sample.parts, sizes, strict=True):
+            if isinstance(size, ImageSize):
+                self._append_image(part, size)
+            else:
+                self._append_text(TEXT if part.learn else PROMPT, self._encoded(part.value))
+        if self._tokenizer.separator is not None:
+            self._append_text(END, np.array([self._tokenizer.separator], dtype=np.int64))
+        self._sample_parts.append(len(self._parts))
+        self._names.append(sample.name)
+
+    def _append_image(self, part: Part, size: ImageSize) -> None:
+        generate = part.kind == "generate"
+        rows, columns = (self._request.generated if generate else self._request.images).grid(size.width, size.height)
+        self._parts.append((GENERATE if generate else IMAGE, len(self._images), rows * columns))
+        self._images.append(size)
+        self._paths.append(part.value)
+
+    def _append_text(self, kind: int, ids: NDArray[np.int64]) -> None:
+        if len(ids):
+            self._parts.append((kind, self._token_count, len(ids)))
+            self._tokens.append(ids)
+            self._token_count += len(ids)
+
+    def _encoded(self, text: str) -> NDArray[np.int64]:
+        """Without the separator, which stands once, after the whole sample."""
+        ids = self._tokenizer.encode(text.encode("utf-8", errors="replace"))
+        return ids if self._tokenizer.separator is None else ids[:-1]
+
+
+def _blocks(samples: Iterable[Sample]) -> Iterable[list[Sample]]:
+    block: list[Sample] = []
+    for sample in samples:
+        block.append(sample)
+        if len(block) == _SAMPLES_AT_ONCE:
+            yield block
+            block = []
+    yield block
+
+
+def _broken_image(broken: LeftOut) -> DataError:
+    absent = broken.reason == "there is no such file"
+    return DataError(
+        "The manifest names an image whose file is not there." if absent else "An image is broken.",
+        where=f"{broken.where} (sample {broken.sample})",
+        seen=broken.image if absent else f"{broken.image}: {broken.reason}",
+        next_step="mend the file or remove the row, or leave such samples out with --on-broken skip",
+    )
+
+
+def _write(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary) -> None:
+    if folder.exists() and not (folder / "index.json").is_file():
+        raise DataError(
+            "The folder for the index is something else.",
+            where=str(folder),
+            allowed="a name that is free, or an index, which is replaced",
+        )
+    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    try:
+        aside.mkdir(parents=True)
+        for name, array in arrays.items():
+            np.save(aside / f"{name}.npy", array)
+        (aside / "index.json").write_text(dump_text(summary), encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(aside, folder)
+    except OSError as error:
+        raise DataError("The index cannot be written.", where=str(folder), seen=error) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

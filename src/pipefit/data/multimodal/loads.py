@@ -1,0 +1,141 @@
+"""What rows cost on every stage, and which rows a replica of a stage works on together.
+
+Times are whole nanoseconds, made from metadata by elementwise products: every rank gets the same numbers on whatever
+processor, so all choose the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.multimodal.sample_rows import SampleRows
+from pipefit.data.stepplan import BatchShape
+
+Ints = NDArray[np.int64]
+
+NONE = -1
+"""The owner of a row that a stage does not work on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """The time of one stage on a replica with an average share: fixed, by tokens, and by squared tokens of images."""
+
+    space: str
+    row_s: float = 0.0
+    "Forward, of a row, whatever it holds."
+    token_s: float = 0.0
+    "Forward, of a token of the space."
+    square_s: float = 0.0
+    "Forward, of the square of an image's tokens: attention within it."
+    backward: float = 2.0
+    "The backward pass in forward passes: 0 frozen with nothing to train before it, 1 frozen, 2 trained."
+
+    def forward_ns(self, rows: SampleRows, chosen: Ints) -> Ints:
+        """(len(chosen),) nanoseconds of the forward pass of each of these rows."""
+        tokens = rows.of(rows.counts[self.space], chosen).astype(np.float64)
+        squares = rows.of(rows.squares[self.space], chosen).astype(np.float64)
+        time_s = self.row_s + self.token_s * tokens + self.square_s * squares
+        return np.rint(time_s * 1e9).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The positions of the batch that repeat: as many microbatches as every stage takes a whole number of."""
+
+    blocks: int
+    rows: int
+    "Positions of one block."
+    owner: tuple[Ints, ...]
+    "Per stage (rows,): microbatch within the block x replicas + replica, or NONE."
+    replicas: tuple[int, ...]
+    weight: tuple[NDArray[np.float64], ...]
+    "Per stage, by owner: average rows over its own rows; a replica of twice the share does a row in half the time."
+    cell: Ints
+    "(rows,): rows of one cell have the same owners, so they may change places."
+    component: Ints
+    "(rows,): rows of different components never meet on a replica; each component is a pipeline of its own."
+
+
+def block_of(shape: BatchShape) -> Block:
+    """The block of a plan's cut."""
+    length = math.lcm(*shape.multiples)
+    rows = shape.batch // shape.microbatches * length
+    owners, weights = [], []
+    for stage, shares in enumerate(shape.shares):
+        owner = np.full(rows, NONE, dtype=np.int64)
+        counts = np.zeros(length // shape.multiples[stage] * len(shares), dtype=np.int64)
+        for microbatch in range(length // shape.multiples[stage]):
+            for replica in range(len(shares)):
+                start, stop = shape.run(stage, microbatch, replica)
+                owner[start:stop] = microbatch * len(shares) + replica
+                counts[microbatch * len(shares) + replica] = stop - start
+        owners.append(owner)
+        weights.append(counts[counts > 0].mean() / np.maximum(counts, 1))
+    _, cell = np.unique(np.stack(owners), axis=1, return_inverse=True)
+    return Block(
+        blocks=shape.batch // rows,
+        rows=rows,
+        owner=tuple(owners),
+        replicas=tuple(map(len, shape.shares)),
+        weight=tuple(weights),
+        cell=np.asarray(cell, dtype=np.int64).reshape(-1),
+        component=_components(owners, [len(shares) for shares in shape.shares]),
+    )
+
+
+def stage_times_ns(block: Block, stage: int, forward_ns: Ints, where: NDArray[np.bool_] | None = None) -> Ints:
+    """(blocks,): what a block takes on a stage, its slowest replica; microbatches of the block one after the other.
+
+    `forward_ns`: (batch,) by position. `where`: (rows,) the positions of a block that count.
+    """
+    owner, replicas = block.owner[stage], block.replicas[stage]
+    here = owner != NONE if where is None else (owner != NONE) & where
+    totals = np.zeros((len(block.weight[stage]), block.blocks), dtype=np.int64)
+    np.add.at(totals, owner[here], forward_ns.reshape(block.blocks, block.rows)[:, here].T)
+    times = np.rint(totals.T * block.weight[stage]).astype(np.int64)
+    slowest: Ints = times.reshape(block.blocks, -1, replicas).max(axis=2).sum(axis=1)
+    return slowest
+
+
+def microbatch_sums(
+    shape: BatchShape, rows: SampleRows, chosen: Ints, space: str, stage: int
+) -> Mapping[str, NDArray[np.int64]]:
+    """What a cost model needs of the rows at the positions of a batch, by (microbatch of the stage, replica):
+    `rows`, `tokens`, `squares` and `images`, each an array of that shape."""
+    microbatches, replicas = shape.stage_microbatches(stage), len(shape.shares[stage])
+    runs = [shape.run(stage, microbatch, replica) for microbatch in range(microbatches) for replica in range(replicas)]
+    columns = {
+        "rows": np.ones_like(chosen),
+        "tokens": rows.of(rows.counts[space], chosen),
+        "squares": rows.of(rows.squares[space], chosen),
+        "images": rows.of(rows.images, chosen),
+    }
+    return {name: _run_sums(values, runs).reshape(microbatches, replicas) for name, values in columns.items()}
+
+
+def _run_sums(values: Ints, runs: Sequence[tuple[int, int]]) -> Ints:
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    start, stop = np.array(runs, dtype=np.int64).T
+    found: Ints = total[stop] - total[start]
+    return found
+
+
+def _components(owners: Sequence[Ints], replicas: Sequence[int]) -> Ints:
+    """(rows,) numbers of connected rows, counted from 0 in order of their first row: two rows are connected where one
+    replica of some stage works on both, in the same or in different microbatches."""
+    label = np.arange(len(owners[0]), dtype=np.int64)
+    while True:
+        before = label.copy()
+        for owner, count in zip(owners, replicas, strict=True):
+            here = owner != NONE
+            lowest = np.full(count, len(label), dtype=np.int64)
+            np.minimum.at(lowest, owner[here] % count, label[here])
+            label[here] = lowest[owner[here] % count]
+        if np.array_equal(before, label):
+            return np.unique(label, return_inverse=True)[1].reshape(-1).astype(np.int64)

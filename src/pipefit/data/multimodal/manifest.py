@@ -1,0 +1,112 @@
+"""The manifest: what every sample consists of, one row a sample, read from jsonl or parquet and checked.
+
+A row is `{"id": ..., "parts": [...]}`; a part is a text (`{"text": ...}`, with `"learn": false` where it is not to be
+learned, such as a prompt), an image to look at (`{"image": PATH}`) or one to generate (`{"generate": PATH}`). Paths are
+relative to the manifest. In parquet, `parts` is a list of structs with the same fields, null where absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipefit.data.sources import column_values
+from pipefit.errors import DataError
+
+PartKind = Literal["text", "image", "generate"]
+
+_KINDS: tuple[PartKind, ...] = ("text", "image", "generate")
+_JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of a sample, in the order of its sequence."""
+
+    kind: PartKind
+    value: str
+    "The text, or the path of the image."
+    learn: bool = True
+    "Of a text: whether its tokens are labels."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row of a manifest."""
+
+    name: str
+    parts: tuple[Part, ...]
+    where: str
+    "File and line or row, for messages."
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether the file's name says that it is a manifest."""
+    return path.suffix in _JSONL + _PARQUET
+
+
+def read_manifest(path: Path) -> Iterator[Sample]:
+    """The samples in their order. Raises DataError for a row that is not what a manifest has."""
+    if path.suffix in _PARQUET:
+        columns = column_values(path, ("id", "parts"), optional=("id",))
+        for number, row in enumerate(columns):
+            yield _sample(row, f"{path}, row {number}", str(number))
+        return
+    if path.suffix not in _JSONL:
+        raise DataError("This is no manifest.", where=str(path), allowed=", ".join(_JSONL + _PARQUET))
+    for number, line in enumerate(_lines(path), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield _sample(_parsed(line, where), where, str(number))
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError("The manifest cannot be read.", where=str(path), seen=error) from None
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            "The line is not valid JSON.",
+            where=where,
+            seen=f"{error}: {line[:60]!r}",
+            allowed='one sample a line, as {"id": "1", "parts": [{"image": "a.jpg"}, {"text": "a dog"}]}',
+            next_step="remove or mend the line; the file may have been cut short",
+        ) from None
+
+
+def _sample(row: Any, where: str, number: str) -> Sample:
+    if not isinstance(row, Mapping) or not isinstance(row.get("parts"), (list, tuple)) or not len(row["parts"]):
+        raise DataError(
+            "The row of the manifest has no parts.",
+            where=where,
+            seen=", ".join(map(repr, row)) if isinstance(row, Mapping) else type(row).__name__,
+            allowed='a field "parts" with a list of texts and images that is not empty',
+        )
+    parts = tuple(_part(part, f"{where}, part {index}") for index, part in enumerate(row["parts"]))
+    name = row.get("id")
+    return Sample(name=number if name is None else str(name), parts=parts, where=where)
+
+
+def _part(part: Any, where: str) -> Part:
+    """Absent fields may stand there as null, as parquet has them."""
+    known = {str(key): value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    kinds = [kind for kind in _KINDS if kind in known]
+    learn = known.get("learn", True)
+    odd = set(known) - {*_KINDS, "learn"}
+    if len(kinds) != 1 or odd or not isinstance(learn, bool) or not isinstance(known[kinds[0]], str):
+        raise DataError(
+            "A part of the sample is neither a text nor an image.",
+            where=where,
+            seen=repr(part)[:80],
+            allowed='{"text": ...} (with "learn": false where it is no label), {"image": PATH} or {"generate": PATH}',
+        )
+    return Part(kind=kinds[0], value=known[kinds[0]], learn=learn)

@@ -1,0 +1,151 @@
+"""Ordering: in which order a pipeline takes its microbatches, where their times differ.
+
+`fill_intervals` is DistTrain's rule (Zhang et al., 2024, section 5.3, as its follow-ups read it): under 1F1B the first
+stage does one forward between two backwards, so each is chosen to fill its interval. `improved` then tries exchanges
+on the simulator's task graph, which knows the plan's own order of actions. Both are functions of the times alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pipefit.data.multimodal.loads import Ints
+from pipefit.data.permutation import make_key
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.compile import TaskGraph, compile_graph
+from pipefit.schedule.families import FAMILIES
+from pipefit.schedule.problem import Problem, linear
+from pipefit.schedule.table import B, F, I, W
+from pipefit.schedule.times import run_sweep, spread
+
+Makespan = Callable[[Ints], float]
+"""The time of one iteration with the microbatches in this order."""
+
+_SWAP = 0x5A4B
+
+
+class Pipeline:
+    """The makespan of one iteration, by the simulator's task graph; transfers take no time here."""
+
+    def __init__(self, stages: int, microbatches: int, schedule: Schedule | None = None) -> None:
+        """`schedule`: computed or lowered; None is 1F1B with a lane for every stage."""
+        if schedule is None:
+            schedule = FAMILIES["1f1b"].build(Problem(placement=linear(stages), microbatches=microbatches))
+        self._graph: TaskGraph = compile_graph(schedule)
+        self._slices = schedule.slices
+
+    def makespan_ns(self, forward_ns: Ints, backward_ns: Ints) -> float:
+        """Both (stages, microbatches), in the order in which they run."""
+        graph, duration = self._graph, np.zeros(self._graph.size)
+        for code, times in ((F, forward_ns), (B, backward_ns), (I, backward_ns / 2), (W, backward_ns / 2)):
+            if code in graph.groups:
+                duration[graph.groups[code].tasks] = spread(graph, code, times[:, :, None] / self._slices)
+        return float(run_sweep(graph, duration, np.zeros(graph.size)).moment_s.max())
+
+
+def ordered(pipeline: Pipeline, forward_ns: Ints, backward_ns: Ints, swaps: int) -> Ints:
+    """The order, as positions before, in which to take the microbatches: the better of the one they have and
+    `fill_intervals`, then `swaps` exchanges. `forward_ns`, `backward_ns`: (stages, microbatches)."""
+
+    def makespan(order: Ints) -> float:
+        return pipeline.makespan_ns(forward_ns[:, order], backward_ns[:, order])
+
+    count = forward_ns.shape[1]
+    as_it_is = np.arange(count, dtype=np.int64)
+    if (forward_ns == forward_ns[:, :1]).all() and (backward_ns == backward_ns[:, :1]).all():
+        return as_it_is
+    start = min(as_it_is, fill_intervals(forward_ns, backward_ns), key=makespan)
+    return improved(start, makespan, swaps)
+
+
+def improved(order: Ints, makespan: Makespan, tries: int) -> Ints:
+    """The order after `tries` exchanges of two places, each kept if it shortens the iteration. Which places is a
+    function of the number of the try."""
+    best, best_s = order.copy(), makespan(order)
+    count = len(order)
+    for attempt in range(tries if count > 1 else 0):
+        one = make_key(_SWAP, attempt, 0) % count
+        other = (one + 1 + make_key(_SWAP, attempt, 1) % (count - 1)) % count
+        best[[one, other]] = best[[other, one]]
+        now_s = makespan(best)
+        if now_s < best_s:
+            best_s = now_s
+        else:
+            best[[one, other]] = best[[other, one]]
+    return best
+
+
+def fill_intervals(forward_ns: Ints, backward_ns: Ints) -> Ints:
+    """DistTrain's order for 1F1B on a chain of stages, times (stages, microbatches).
+
+    The smallest microbatch goes first, the next smallest `stages - 1` go last; the interval behind the first forward
+    is filled by `stages - 1` forwards whose sum comes closest, and every later one by the forward that comes closest,
+    as the first stage sees it.
+    """
+    stages, count = forward_ns.shape
+    sizes = forward_ns[0]
+    by_size = np.lexsort((np.arange(count), sizes)).tolist()
+    tail = by_size[1 : min(stages, count)]
+    chain = _Chain(forward_ns, backward_ns)
+    chain.take(by_size[0])
+    left = by_size[min(stages, count) :]
+    warm = min(stages - 1, len(left))
+    room = float((forward_ns + backward_ns)[1:, by_size[0]].sum())
+    for remaining in range(warm, 0, -1):
+        chain.take(_closest(left, sizes, room / remaining))
+        room -= float(sizes[chain.order[-1]])
+    while left:
+        interval = len(chain.order) - stages + 1
+        room = chain.gradient_arrives(interval) - chain.backward_ends(interval - 1)
+        chain.take(_closest(left, sizes, room))
+    return np.array([*chain.order, *reversed(tail)], dtype=np.int64)
+
+
+def _closest(left: list[int], sizes: Ints, wanted: float) -> int:
+    """Take out of `left`, which ascends by size, the one that is closest; the smaller on a tie."""
+    place = int(np.argmin(np.abs(sizes[left] - wanted)))
+    return left.pop(place)
+
+
+class _Chain:
+    """1F1B on a chain, as far as its microbatches are known: ends of forwards and backwards by stage and place."""
+
+    def __init__(self, forward_ns: Ints, backward_ns: Ints) -> None:
+        self._forward, self._backward = forward_ns.tolist(), backward_ns.tolist()
+        self._stages = len(self._forward)
+        self.order: list[int] = []
+        self._ends: dict[tuple[str, int, int], float] = {}
+
+    def take(self, microbatch: int) -> None:
+        self.order.append(microbatch)
+
+    def forward_ends(self, place: int, stage: int = 0) -> float:
+        """A stage that is j stages from the last does j forwards ahead, then one of each in turn."""
+        key = ("F", stage, place)
+        if key not in self._ends:
+            ahead = self._stages - 1 - stage
+            came = self.forward_ends(place, stage - 1) if stage else 0.0
+            if place == 0:
+                free = 0.0
+            elif place <= ahead:
+                free = self.forward_ends(place - 1, stage)
+            else:
+                free = self.backward_ends(place - ahead - 1, stage)
+            self._ends[key] = max(came, free) + self._forward[stage][self.order[place]]
+        return self._ends[key]
+
+    def backward_ends(self, place: int, stage: int = 0) -> float:
+        """Only of places whose forwards ahead are known."""
+        key = ("B", stage, place)
+        if key not in self._ends:
+            free = self.forward_ends(place + self._stages - 1 - stage, stage)
+            start = max(free, self.gradient_arrives(place, stage))
+            self._ends[key] = start + self._backward[stage][self.order[place]]
+        return self._ends[key]
+
+    def gradient_arrives(self, place: int, stage: int = 0) -> float:
+        if stage + 1 == self._stages:
+            return self.forward_ends(place, stage)
+        return self.backward_ends(place, stage + 1)

@@ -1,0 +1,164 @@
+"""The rows of an index: which samples stand in which row, how many tokens of each space a row has, and its labels.
+
+All of it comes from metadata, by sums over the index's parts; nothing is read of texts or images. A row holds one
+sample or, packed, as many as fit of those that follow each other in the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, Index
+from pipefit.data.rows import NO_ROW, Rows
+from pipefit.errors import DataError
+
+SAMPLES, PATCHES, LATENTS = "samples", "patches", "latents"
+"""The spaces of a multimodal model: sequences, patches that are looked at, latent patches that are generated."""
+
+OnLong = Literal["fail", "skip"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleRows(Rows):
+    """Rows by number, with what is known of each."""
+
+    samples: Ints
+    "The samples that are trained on, in the order of the manifest."
+    starts: Ints
+    "(count + 1,): row r holds `samples[starts[r]:starts[r + 1]]`."
+    counts: Mapping[str, Ints]
+    "Space -> (count,) tokens of every row; of `samples` the whole sequence, which is computed, padding and all."
+    squares: Mapping[str, Ints]
+    "Space -> (count,) sum over the row's images of their tokens, squared: what attention within images goes by."
+    images: Ints
+    "(count,) images of every row, looked at or generated."
+    label_counts: Ints
+    "(count,) valid labels of every row."
+    latent_values: int
+    "Values of one latent token."
+    too_long: int
+    "Samples that were left out because they are longer than the sequence."
+
+    def labels(self, rows: Ints) -> Ints:
+        """See Rows.labels."""
+        return self.of(self.label_counts, rows)
+
+    def of(self, values: Ints, rows: Ints) -> Ints:
+        """The values of these rows; 0 for NO_ROW."""
+        return np.where(rows == NO_ROW, 0, values[np.maximum(rows, 0)]).astype(np.int64)
+
+
+def rows_of_index(
+    index: Index, sequence: int, *, batch: int = 1, held_out: float = 0, pack: bool = False, on_long: OnLong = "fail"
+) -> SampleRows:
+    """Cut the samples of an index into rows of `sequence` tokens.
+
+    `held_out`: a fraction below 1, rounded to whole batches of `batch` rows, or a number of rows; `pack`: put as many
+    samples into a row as fit. Raises DataError for a sample that is longer than the sequence, unless `on_long` is
+    `skip`, and where no rows are left to train on.
+    """
+    per_sample = _PerSample(index)
+    fits = per_sample.lengths <= sequence
+    if not fits.all() and on_long == "fail":
+        raise _too_long(index, per_sample.lengths, sequence)
+    samples = np.flatnonzero(fits)
+    starts = _packed(per_sample.lengths[samples], sequence) if pack else np.arange(len(samples) + 1, dtype=np.int64)
+    count = len(starts) - 1
+    kept = _held_out(count, batch, held_out, str(index.folder))
+
+    def by_row(values: Ints) -> Ints:
+        return _sums(values[samples], starts)
+
+    return SampleRows(
+        count=count,
+        sequence=sequence,
+        last_labels=sequence,
+        held_out=kept,
+        samples=samples,
+        starts=starts,
+        counts={
+            SAMPLES: np.full(count, sequence, dtype=np.int64),
+            PATCHES: by_row(per_sample.tokens[IMAGE]),
+            LATENTS: by_row(per_sample.tokens[GENERATE]),
+        },
+        squares={
+            SAMPLES: np.full(count, sequence**2, dtype=np.int64),
+            PATCHES: by_row(per_sample.squares[IMAGE]),
+            LATENTS: by_row(per_sample.squares[GENERATE]),
+        },
+        images=by_row(per_sample.images),
+        label_counts=by_row(per_sample.labels),
+        latent_values=index.rule(GENERATE).patch_values,
+        too_long=int((~fits).sum()),
+    )
+
+
+class _PerSample:
+    """Sums over the parts of every sample, (samples,) each."""
+
+    def __init__(self, index: Index) -> None:
+        starts = np.asarray(index.sample_parts)
+        kinds, _, tokens = np.asarray(index.parts).T
+        self.lengths = _sums(tokens, starts)
+        self.tokens = {kind: _sums(np.where(kinds == kind, tokens, 0), starts) for kind in (IMAGE, GENERATE)}
+        self.squares = {kind: _sums(np.where(kinds == kind, tokens**2, 0), starts) for kind in (IMAGE, GENERATE)}
+        self.images = _sums(((kinds == IMAGE) | (kinds == GENERATE)).astype(np.int64), starts)
+        learned = np.where((kinds == TEXT) | (kinds == END), tokens, 0)
+        # Nothing asks for the first token of a sample.
+        first = np.append(learned, 0)[starts[:-1]] > 0
+        self.labels = _sums(learned, starts) - (first & (starts[:-1] < starts[1:]))
+
+
+def _sums(values: Ints, starts: Ints) -> Ints:
+    """The sum over every run [starts[i], starts[i + 1])."""
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    found: Ints = total[starts[1:]] - total[starts[:-1]]
+    return found
+
+
+def _packed(lengths: Ints, sequence: int) -> Ints:
+    """Where rows start when each takes samples for as long as they fit."""
+    ends = np.cumsum(lengths)
+    starts = [0]
+    while starts[-1] < len(lengths):
+        before = ends[starts[-1]] - lengths[starts[-1]]
+        starts.append(int(np.searchsorted(ends, before + sequence, side="right")))
+    return np.array(starts, dtype=np.int64)
+
+
+def _held_out(count: int, batch: int, held_out: float, where: str) -> int:
+    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
+        raise DataError(
+            "This is no part of the rows to hold out.",
+            where="--held-out",
+            seen=held_out,
+            allowed="a fraction from 0 up to 1, or a whole number of rows",
+        )
+    kept = int(held_out) if held_out >= 1 else int(count * held_out) // batch * batch
+    if kept >= count:
+        raise DataError(
+            "There is no sample left to train on.",
+            where=where,
+            seen=f"{count} rows, {kept} of them held out",
+            next_step="give more samples or a longer sequence, or hold out fewer rows",
+        )
+    return kept
+
+
+def _too_long(index: Index, lengths: Ints, sequence: int) -> DataError:
+    long = np.flatnonzero(lengths > sequence)
+    first = int(long[0])
+    return DataError(
+        "A sample is longer than the sequence.",
+        where=f"{index.folder}, sample {index.name(first)}",
+        seen=f"{lengths[first]} tokens, images among them, for a sequence of {sequence}; "
+        f"{len(long)} of {len(lengths)} samples are too long, the longest has {lengths.max()}",
+        next_step="plan a longer sequence, index with fewer patches an image, or leave such samples out",
+    )

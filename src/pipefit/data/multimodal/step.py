@@ -1,0 +1,44 @@
+"""The step of a multimodal run: which samples it has, in which order, and how many tokens of each space.
+
+The samples of a step are a function of (index, seed, step); their order within the batch, which says who takes which,
+of that and the plan. `arrange` permutes: the samples of a batch stay what they are, under any plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pipefit.data.multimodal.arrange import Arrangement, arranged
+from pipefit.data.multimodal.sample_rows import LATENTS, SAMPLES, SampleRows
+from pipefit.data.stepplan import BatchShape, StepPlan, evaluation_plan, step_plan
+from pipefit.plan.types import Plan
+
+
+def multimodal_step(
+    plan: Plan | BatchShape, rows: SampleRows, step: int, arrangement: Arrangement | None = None
+) -> StepPlan:
+    """The step plan of training step `step` (from 0), its samples balanced and ordered as `arrangement` says.
+
+    `counts[space][r]` are the tokens of position r; `divisors` say by what each module's summed loss is divided.
+    Raises DataError if the samples do not fill one batch.
+    """
+    made = step_plan(plan, rows, step)
+    if arrangement is not None:
+        made = replace(made, rows=made.rows[arranged(arrangement, made.shape, rows, made.rows)])
+    return counted(made, rows)
+
+
+def multimodal_evaluation(plan: Plan | BatchShape, rows: SampleRows, index: int) -> StepPlan:
+    """Batch `index` of an evaluation over the held-out rows; see `evaluation_plan`."""
+    return counted(evaluation_plan(plan, rows, index), rows)
+
+
+def counted(made: StepPlan, rows: SampleRows) -> StepPlan:
+    """The same step with its counts and divisors."""
+    counts = {space: rows.of(values, made.rows) for space, values in rows.counts.items()}
+    counts[SAMPLES] = np.full(len(made.rows), rows.sequence, dtype=np.int64)
+    latents = int(np.sum(counts[LATENTS]))
+    divisors = {SAMPLES: made.divisor, LATENTS: max(1, latents * rows.latent_values)}
+    return replace(made, counts=counts, divisors=divisors)

@@ -1,0 +1,184 @@
+"""Samples of text and images from manifest to arrays, against a plain reading of the manifest and its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from multimodal_toys import LATENT_RULE, RULE, SEQUENCE, mixed_index, shape_of, source_of
+from PIL import Image
+
+from pipefit.data.feed_arrays import IGNORE
+from pipefit.data.multimodal.feeds import Source, feed_bytes, module_feed, run_feed
+from pipefit.data.multimodal.images import ImageRule
+from pipefit.data.multimodal.index import Index
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, rows_of_index
+from pipefit.data.multimodal.step import multimodal_step
+
+SPACES = (PATCHES, SAMPLES, LATENTS)
+COMPARED = {SAMPLES: ("tokens", "labels"), PATCHES: ("pixels", "grid"), LATENTS: ("noisy", "target", "time")}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return mixed_index(tmp_path_factory.mktemp("mixed"))
+
+
+def told(index: Index, sample: int) -> dict[str, list[Any]]:
+    """The sequence of a sample by a loop over its row of the manifest: ids, what is learned, images in order."""
+    root = Path(index.summary.root)
+    row = json.loads((root / "manifest.jsonl").read_text().splitlines()[sample])
+    found: dict[str, list[Any]] = {"ids": [], "learn": [], "image": [], "generate": [], "kind": []}
+    for part in row["parts"]:
+        if "text" in part:
+            ids, kind, learn = list(part["text"].encode()), "text", part.get("learn", True)
+        else:
+            kind = "image" if "image" in part else "generate"
+            rule = RULE if kind == "image" else LATENT_RULE
+            with Image.open(root / part[kind]) as image:
+                rows, columns = rule.grid(*image.size)
+            found[kind].append((root / part[kind], rows, columns))
+            ids, learn = [1 if kind == "image" else 2] * (rows * columns), False
+        found["ids"] += ids
+        found["learn"] += [learn] * len(ids)
+        found["kind"] += [kind] * len(ids)
+    for key, value in (("ids", 0), ("learn", True), ("kind", "text")):
+        found[key].append(value)
+    return found
+
+
+def test_tokens_labels_and_places_are_those_of_the_manifest(index: Index) -> None:
+    source = source_of(index)
+    arrays = run_feed(source, SAMPLES, 0, np.arange(index.samples), 5).arrays
+    seen, generated = arrays["image_places"][0].tolist(), arrays["condition_places"][0].tolist()
+    for sample in range(index.samples):
+        want = told(index, sample)
+        length = len(want["ids"])
+        assert arrays["tokens"][sample, :length].tolist() == want["ids"]
+        assert not arrays["tokens"][sample, length:].any()
+        labels = [want["ids"][t] if want["learn"][t] else IGNORE for t in range(1, length)]
+        assert arrays["labels"][sample].tolist() == labels + [IGNORE] * (SEQUENCE - length + 1)
+        for places, kind in ((seen, "image"), (generated, "generate")):
+            own = [place % SEQUENCE for place in places if place // SEQUENCE == sample]
+            assert own == [t for t in range(length) if want["kind"][t] == kind]
+    assert arrays["rows"].tolist() == list(range(5, 5 + index.samples))
+    assert source.rows.label_counts.tolist() == (arrays["labels"] != IGNORE).sum(axis=1).tolist()
+    assert seen and generated
+
+
+def test_pixels_are_those_of_the_files_patch_by_patch(index: Index) -> None:
+    arrays = run_feed(source_of(index), PATCHES, 0, np.arange(index.samples), 0).arrays
+    at = 0
+    for sample in range(index.samples):
+        for path, rows, columns in told(index, sample)["image"]:
+            side = RULE.patch
+            with Image.open(path) as image:
+                image.draft("RGB", (columns * side, rows * side))
+                whole = image.convert("RGB").resize((columns * side, rows * side), Image.Resampling.BICUBIC)
+            for row in range(rows):
+                for column in range(columns):
+                    box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+                    tile = np.asarray(whole.crop(box))
+                    assert arrays["pixels"][0, at].reshape(3, side, side).tolist() == tile.transpose(2, 0, 1).tolist()
+                    assert arrays["grid"][0, at].tolist() == [row, column, rows, columns]
+                    assert arrays["documents"][0, at] == at - row * columns - column
+                    at += 1
+    assert at == arrays["pixels"].shape[1] > 50 and arrays["pixels"].dtype == np.uint8
+
+
+def test_noise_and_target_lie_on_the_straight_way_to_the_pixels(index: Index) -> None:
+    source = source_of(index)
+    arrays = run_feed(source, LATENTS, 7, np.arange(index.samples), 0).arrays
+    time, noisy, target = (arrays[name] for name in ("time", "noisy", "target"))
+    pixels = noisy + (1 - time[..., None]) * target  # where the way ends, whatever the noise
+    values = (pixels + 1) * 127.5
+    assert np.abs(values - np.rint(values)).max() < 1e-3 and values.min() > -0.01 and values.max() < 255.01
+    noise = pixels - target
+    assert abs(noise.mean()) < 0.1 and abs(noise.std() - 1) < 0.1
+    starts = arrays["documents"][0]
+    assert all(len(set(time[0][starts == start])) == 1 for start in set(starts.tolist()))
+    assert len(set(time[0].tolist())) == len(set(starts.tolist())) == 8
+    later = run_feed(source, LATENTS, 8, np.arange(index.samples), 0).arrays
+    assert np.abs(later["noisy"] - noisy).max() > 0.1 and not np.array_equal(later["time"], time)
+
+
+def by_sample(source: Source, shape: Any, step: int) -> tuple[dict[int, bytes], dict[str, int]]:
+    """What every row of a step is fed with, in all spaces, gathered from all replicas; and the divisors."""
+    plan = multimodal_step(shape, source.rows, step)
+    found: dict[int, bytes] = {}
+    for stage, space in enumerate(SPACES):
+        for microbatch in range(shape.stage_microbatches(stage)):
+            for replica in range(len(shape.shares[stage])):
+                start, stop = plan.run(stage, microbatch, replica)
+                arrays = module_feed(source, plan, stage, space, microbatch, replica).arrays
+                ends = np.cumsum(plan.counts[space][start:stop]).tolist() if space != SAMPLES else None
+                for place, row in enumerate(plan.rows[start:stop].tolist()):
+                    for name in COMPARED[space]:
+                        array = arrays[name]
+                        one = array[place] if ends is None else array[0, ends[place - 1] if place else 0 : ends[place]]
+                        found[row] = found.get(row, b"") + one.tobytes()
+                assert ends is None or (ends[-1] if ends else 0) == arrays["grid"].shape[1]
+    return found, dict(plan.divisors)
+
+
+def test_every_layout_feeds_the_same_bytes_for_each_sample(index: Index) -> None:
+    """Replica counts 3, 2, 1 with uneven shares, microbatches and multiples, against one process with one of each."""
+    source = source_of(index)
+    alone = shape_of(12, 1, ((1,), (1,), (1,)))
+    for shape in (
+        shape_of(12, 2, ((1, 2, 1), (1, 1), (1,))),
+        shape_of(12, 6, ((1, 1), (1,), (1, 0)), multiples=(3, 1, 2)),
+    ):
+        for step in (0, 3):
+            one, two = by_sample(source, alone, step), by_sample(source, shape, step)
+            assert one == two
+            assert len(one[0]) == 12 and one[1]["latents"] % source.rows.latent_values == 0
+
+
+def test_divisors_are_the_labels_and_the_latent_values_that_are_fed(index: Index) -> None:
+    source, shape = source_of(index), shape_of(12, 2, ((1,), (1,), (1,)))
+    plan = multimodal_step(shape, source.rows, 1)
+    feeds = {space: [module_feed(source, plan, 0, space, m, 0) for m in range(2)] for space in SPACES}
+    assert plan.divisors[SAMPLES] == sum(int((feed.arrays["labels"] != IGNORE).sum()) for feed in feeds[SAMPLES])
+    assert plan.divisors[LATENTS] == sum(feed.arrays["target"].size for feed in feeds[LATENTS])
+    for space, rule in ((PATCHES, RULE), (LATENTS, LATENT_RULE), (SAMPLES, RULE)):
+        for microbatch, feed in enumerate(feeds[space]):
+            rows = plan.rows[slice(*plan.run(0, microbatch, 0))]
+            assert feed_bytes(source.rows, space, rows, rule.patch_values) == feed.size_bytes
+
+
+def test_packed_rows_hold_samples_one_behind_the_other(index: Index) -> None:
+    rows = rows_of_index(index, 160, pack=True)
+    source = Source(index=index, rows=rows, seed=0)
+    arrays = run_feed(source, SAMPLES, 0, np.arange(rows.count), 0).arrays
+    assert rows.count < index.samples
+    sample = 0
+    for row in range(rows.count):
+        at = 0
+        while sample < index.samples and at + len(told(index, sample)["ids"]) <= 160:
+            ids = told(index, sample)["ids"]
+            assert arrays["tokens"][row, at : at + len(ids)].tolist() == ids
+            assert set(arrays["documents"][row, at : at + len(ids)].tolist()) == {at}
+            assert at == 0 or arrays["labels"][row, at - 1] == IGNORE, "nothing asks for the next sample"
+            at, sample = at + len(ids), sample + 1
+    assert sample == index.samples
+    assert rows.label_counts.tolist() == (arrays["labels"] != IGNORE).sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "grid"),
+    [
+        (ImageRule(), (512, 512), (32, 32)),
+        (ImageRule(), (1024, 1024), (32, 32)),
+        (ImageRule(), (2048, 512), (16, 64)),
+        (ImageRule(), (5, 900), (56, 1)),
+        (ImageRule(max_patches=4), (5, 90000), (4, 1)),
+        (ImageRule(side=224), (5, 900), (14, 14)),
+    ],
+)
+def test_grids(rule: ImageRule, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    """Width comes first in sizes, rows first in grids."""
+    assert rule.grid(*size) == grid
