@@ -19,15 +19,8 @@ from pipefit.cost.edges import edge_times
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import (
-    StageCost,
-    action_tables,
-    alike,
-    replica_rings,
-    shard_rings,
-    slice_places,
-    stage_cost,
-)
+from pipefit.cost.stage_cost import StageCost, action_tables
+from pipefit.cost.table import alike, replica_rings, shard_rings, stage_costs
 from pipefit.cost.types import ActionTable, Contention, CostTable, Flow, FlowKey
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
@@ -77,7 +70,7 @@ def with_contention(
                 ("B", edge.backward, cost.backward_port_s),
             ):
                 for slice_, messages in enumerate(slices):
-                    found = _transfer(messages, float(port_s[0, slice_]), network)
+                    found = _transfer(messages, float(port_s[:, slice_].max()), network)
                     if found is not None:
                         loads[way, index, slice_, pipeline] = found
     for index, stage in enumerate(work.stages):
@@ -119,7 +112,8 @@ def _pipelines(work: PipelineWork) -> list[PipelineWork]:
 def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork:
     axes = tuple(Axis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
     devices = tuple(device for device in stage.group.devices if place[device] == k)
-    return replace(stage, group=Group(axes=axes, devices=devices), rows=(stage.rows[k],))
+    packed = tuple((row[k],) for row in stage.packed)
+    return replace(stage, group=Group(axes=axes, devices=devices), rows=(stage.rows[k],), packed=packed)
 
 
 def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
@@ -128,8 +122,14 @@ def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[Edge
         [_by_replica(messages, place, sent, count) for messages in each]
         for each, sent in ((edge.forward, True), (edge.backward, False))
     )
+    ragged = [(_by_replica(a, place, True, count), _by_replica(b, place, False, count)) for a, b in edge.ragged]
     return [
-        replace(edge, forward=tuple(each[k] for each in ahead), backward=tuple(each[k] for each in back))
+        replace(
+            edge,
+            forward=tuple(each[k] for each in ahead),
+            backward=tuple(each[k] for each in back),
+            ragged=tuple((a[k], b[k]) for a, b in ragged),
+        )
         for k in range(count)
     ]
 
@@ -147,7 +147,6 @@ def _each_alone(
     """The times of every pipeline of `work`. Those of stages on devices of the same kinds, with as many rows and the
     same rings beside them, are worked out once."""
     beside, keys = [_beside(stage, network) for stage in work.stages], [alike(stage, network) for stage in work.stages]
-    places = [slice_places(stage.slices) for stage in work.stages]
     known: dict[object, list[StageCost]] = {}
     actions: dict[tuple[int, ...], Mapping[str, ActionTable]] = {}
     tables = []
@@ -155,15 +154,13 @@ def _each_alone(
         found = []
         for index, (stage, rings) in enumerate(zip(one.stages, beside, strict=True)):
             kinds = tuple(network.kinds[device].name for device in stage.group.devices)
-            key = (keys[index], kinds, stage.rows, rings[k])
+            key = (keys[index], kinds, stage.rows, stage.packed, rings[k])
             if key not in known:
-                known[key] = [
-                    stage_cost(stage, tokens, past, one, network, layers, rings[k]) for tokens, past in places[index]
-                ]
+                known[key] = stage_costs(stage, one, network, layers, rings[k])
             found.append(known[key])
         same = tuple(map(id, found))
         if same not in actions:
-            actions[same] = action_tables(found)
+            actions[same] = action_tables(found, work.ragged)
         edges = tuple(edge_times(edge, network) for edge in one.edges)
         tables.append(replace(costs, actions=actions[same], edges=edges))
     return tuple(tables)

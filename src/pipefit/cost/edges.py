@@ -22,16 +22,15 @@ def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
 
 def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
     """The times of `edge_cost`, without its bytes."""
-    ahead = [network.transfer(messages) for messages in edge.forward]
-    back = [network.transfer(messages) for messages in edge.backward]
+    ahead, back = [[[network.transfer(each) for each in row] for row in way] for way in _by_microbatch(edge)]
     return EdgeCost(
         source=edge.source,
         target=edge.target,
         tensor=edge.tensor,
-        forward_s=np.array([[time.whole_s for time in ahead]]),
-        backward_s=np.array([[time.whole_s for time in back]]),
-        forward_port_s=np.array([[time.port_s for time in ahead]]),
-        backward_port_s=np.array([[time.port_s for time in back]]),
+        forward_s=np.array([[time.whole_s for time in row] for row in ahead]),
+        backward_s=np.array([[time.whole_s for time in row] for row in back]),
+        forward_port_s=np.array([[time.port_s for time in row] for row in ahead]),
+        backward_port_s=np.array([[time.port_s for time in row] for row in back]),
         forward_bytes=_NONE,
         backward_bytes=_NONE,
     )
@@ -40,18 +39,26 @@ def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
 _NONE = np.zeros((1, 1))
 
 
+def _by_microbatch(edge: EdgeWork) -> tuple[Sequence[Sequence[Messages]], Sequence[Sequence[Messages]]]:
+    """[microbatch][slice] -> messages, forward and backward; one microbatch for all where they are alike."""
+    if not edge.ragged:
+        return [edge.forward], [edge.backward]
+    return [[ahead] for ahead, _ in edge.ragged], [[back] for _, back in edge.ragged]
+
+
 def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
     """With the bytes of the devices that receive and send most: of all of them, or of `members` alone."""
 
-    def most(each: Sequence[Messages], sending: bool) -> Array:
-        return np.array([[_most_bytes(messages, sending, members) for messages in each]])
+    def most(each: Sequence[Sequence[Messages]], sending: bool) -> Array:
+        return np.array([[_most_bytes(messages, sending, members) for messages in row] for row in each])
 
+    ahead, back = _by_microbatch(edge)
     return replace(
         cost,
-        forward_bytes=most(edge.forward, False),
-        backward_bytes=most(edge.backward, False),
-        forward_sent_bytes=most(edge.forward, True),
-        backward_sent_bytes=most(edge.backward, True),
+        forward_bytes=most(ahead, False),
+        backward_bytes=most(back, False),
+        forward_sent_bytes=most(ahead, True),
+        backward_sent_bytes=most(back, True),
     )
 
 

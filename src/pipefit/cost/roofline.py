@@ -41,6 +41,8 @@ class Place(NamedTuple):
     "Symbol R: this device's part of the rows where a shard program splits them."
     later: int = 0
     "Tokens of later slices."
+    symbols: tuple[tuple[str, int], ...] = ()
+    "Other sizes that graphs name."
 
     @property
     def sliced(self) -> bool:
@@ -249,7 +251,8 @@ class Roofline:
 
 
 def _symbols(place: Place) -> dict[str, int]:
-    return {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
+    own = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
+    return {**own, **dict(place.symbols)}
 
 
 def _layer_memory(graph: Graph, place: Place, precision: Precision, recompute: Recompute, widens: bool) -> LayerCost:

@@ -8,11 +8,10 @@ stand beside them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +24,11 @@ from pipefit.cost.memory_end import end_bytes, reduce_copy_bytes, state_share
 from pipefit.cost.memory_lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
+from pipefit.cost.packed import packed_costs
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place
+from pipefit.cost.stage_cost import StageCost, action_tables, forward_alone, worst_stage
 from pipefit.cost.stage_memory import stage_memory
-from pipefit.cost.types import ActionTable, Array, CostTable, KindMemory
+from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import AxisName, Group, split
 from pipefit.model.graph import Graph
@@ -43,22 +44,6 @@ NOTES = (
 )
 
 
-class StageCost(NamedTuple):
-    """Of one stage, microbatch and slice: the worst over its devices."""
-
-    forward_s: float
-    input_s: float
-    weight_s: float
-    backward_s: float
-    "Fused."
-    saved_bytes: float
-    pending_bytes: float
-    forward_passing_bytes: float
-    input_passing_bytes: float
-    fused_passing_bytes: float
-    weight_passing_bytes: float
-
-
 def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
     """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
     keys = [alike(stage, network) for stage in work.stages]
@@ -66,15 +51,14 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
     beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
     for key, stage in zip(keys, work.stages, strict=True):
         if key not in of_each:
-            places = slice_places(stage.slices)
-            of_each[key] = [_stage_costs(stage, tokens, past, work, network, layers) for tokens, past in places]
+            of_each[key] = _columns(stage, work, network, layers)
             beside[key] = beside_backward(stage, work, network, layers)
     by_kind = [of_each[key] for key in keys]
     statics = lane_parts(work)
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
     hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
     costs = CostTable(
-        actions=action_tables([[_worst_stage(each.values()) for each in row] for row in by_kind]),
+        actions=action_tables([[worst_stage(each.values()) for each in row] for row in by_kind], work.ragged),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
         reduce_s=summed_s + _tied_s(work, network),
         reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
@@ -108,7 +92,33 @@ def stage_cost(
 ) -> StageCost:
     """Sums over the stage's layers, for the worst device of its group. `rings`: the shard groups whose collectives
     run at the same time; None: the stage's own."""
-    return _worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings).values())
+    return worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings).values())
+
+
+def stage_costs(
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> list[StageCost]:
+    """`stage_cost` of every slice, or of every microbatch where they differ."""
+    return [worst_stage(each.values()) for each in _columns(stage, work, network, layers, rings)]
+
+
+def _columns(
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> list[Mapping[str, StageCost]]:
+    """Of every slice, or of every microbatch where they differ: the worst of the stage's devices, by kind."""
+    if not stage.packed:
+        places = slice_places(stage.slices)
+        return [_stage_costs(stage, tokens, past, work, network, layers, rings) for tokens, past in places]
+    each = packed_costs(stage, lambda one: _stage_costs(one, one.slices[0], 0, work, network, layers, rings))
+    return [{kind: StageCost(*costs) for kind, costs in one.items()} for one in each]
 
 
 def layer_costs(
@@ -191,7 +201,8 @@ def alike(stage: StageWork, network: Network) -> object:
     if stage.group.axis("shard").size == 1:
         places = zip(stage.group.devices, stage.group.positions("replica").values(), strict=True)
         own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
-    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares
+    more = stage.symbols, stage.packed, stage.backward
+    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares, *more
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +252,7 @@ def _costs_by_place(
         rows, later, places, costs = stage.rows[replica], sum(stage.slices) - past - tokens, {}, []
         for shares in collectives:
             own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, rows))
-            places[shares] = Place(rows, tokens, past, own_tokens, earlier, own_rows, later)
+            places[shares] = Place(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, place = (rings, shares) if stage.shares else rings, places[shares]
@@ -266,12 +277,9 @@ def _stage_costs(
     """The worst of the stage's devices, by kind."""
     by_kind: dict[str, list[StageCost]] = {}
     for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings):
-        by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
-    return {kind: _worst_stage(each) for kind, each in by_kind.items()}
-
-
-def _worst_stage(each: Iterable[StageCost]) -> StageCost:
-    return StageCost(*(max(column) for column in zip(*each, strict=True)))
+        sums = StageCost(*_sum_layers(costs))
+        by_kind.setdefault(kind, []).append(sums if stage.backward else forward_alone(sums))
+    return {kind: worst_stage(each) for kind, each in by_kind.items()}
 
 
 def _kind_memory(
@@ -282,12 +290,12 @@ def _kind_memory(
     network: Network,
 ) -> KindMemory:
     """What the devices of one kind hold; on lanes without them the same as all."""
-    own = [[each.get(name) or _worst_stage(each.values()) for each in row] for row in by_kind]
+    own = [[each.get(name) or worst_stage(each.values()) for each in row] for row in by_kind]
     members = frozenset(device for device, kind in enumerate(network.kinds) if kind.name == name)
     parts = lane_parts(work, network, name)
     table = replace(
         costs,
-        actions=action_tables(own),
+        actions=action_tables(own, work.ragged),
         edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
         static_bytes=np.array([sum(each.values()) for each in parts]),
     )
@@ -336,34 +344,6 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         memory.pending_bytes,
         *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
     )
-
-
-def action_tables(costs: Sequence[Sequence[StageCost]]) -> Mapping[str, ActionTable]:
-    def array(value: Callable[[StageCost], float]) -> Array:
-        return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
-
-    return {
-        "F": ActionTable(
-            time_s=array(lambda c: c.forward_s),
-            held_bytes=array(lambda c: c.saved_bytes),
-            peak_bytes=array(lambda c: c.forward_passing_bytes),
-        ),
-        "I": ActionTable(
-            time_s=array(lambda c: c.input_s),
-            held_bytes=array(lambda c: c.pending_bytes - c.saved_bytes),
-            peak_bytes=array(lambda c: c.input_passing_bytes),
-        ),
-        "W": ActionTable(
-            time_s=array(lambda c: c.weight_s),
-            held_bytes=array(lambda c: -c.pending_bytes),
-            peak_bytes=array(lambda c: c.weight_passing_bytes),
-        ),
-        "B": ActionTable(
-            time_s=array(lambda c: c.backward_s),
-            held_bytes=array(lambda c: -c.saved_bytes),
-            peak_bytes=array(lambda c: c.fused_passing_bytes),
-        ),
-    }
 
 
 def _tied_s(work: PipelineWork, network: Network) -> Array:

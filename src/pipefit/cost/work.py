@@ -12,6 +12,9 @@ from pipefit.model.graph import Graph
 
 Recompute = Literal["none", "selective", "full"]
 
+Messages = tuple[tuple[int, int, float], ...]
+"""(source device, target device, bytes)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
@@ -42,6 +45,14 @@ class StageWork:
     shares: tuple[tuple[int, ...], ...] = ()
     "Of every layer along the shard axis, where layers have shares of their own; empty: the group's."
 
+    symbols: tuple[tuple[str, int], ...] = ()
+    "Sizes that the graphs name beside rows and tokens, the same in every microbatch."
+    packed: tuple[tuple[tuple[int, int], ...], ...] = ()
+    "[microbatch][replica] of rows that are packed: tokens, and the sum of the images' tokens squared. `rows` and"
+    " `slices` are then those of an average one. Empty: all microbatches are alike."
+    backward: bool = True
+    "Whether it has a backward: not where neither it nor any stage before it trains."
+
     @property
     def shards_alike(self) -> bool:
         """Whether all positions of the shard axis have as much of every layer."""
@@ -62,6 +73,8 @@ class EdgeWork:
     forward: tuple[tuple[tuple[int, int, float], ...], ...]
     "[slice] -> messages."
     backward: tuple[tuple[tuple[int, int, float], ...], ...]
+    ragged: tuple[tuple[Messages, Messages], ...] = ()
+    "[microbatch] -> (forward, backward), where microbatches differ; `forward` and `backward` are then the largest."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +102,8 @@ class PipelineWork:
     @property
     def lanes(self) -> int:
         return max(stage.lane for stage in self.stages) + 1
+
+    @property
+    def ragged(self) -> int:
+        """The number of microbatches, where they differ; else 1."""
+        return max([1, *(len(stage.packed) for stage in self.stages)])

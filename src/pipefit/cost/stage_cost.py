@@ -1,0 +1,71 @@
+"""The costs of one stage, microbatch and slice, and the tables of actions that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipefit.cost.types import ActionTable, Array
+
+
+class StageCost(NamedTuple):
+    """Of one stage, microbatch and slice: the worst over its devices."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    backward_s: float
+    "Fused."
+    saved_bytes: float
+    pending_bytes: float
+    forward_passing_bytes: float
+    input_passing_bytes: float
+    fused_passing_bytes: float
+    weight_passing_bytes: float
+
+
+def worst_stage(each: Iterable[StageCost]) -> StageCost:
+    """The largest of everything."""
+    return StageCost(*(max(column) for column in zip(*each, strict=True)))
+
+
+def forward_alone(cost: StageCost) -> StageCost:
+    """Of a stage without a backward: nothing is kept for one."""
+    passing = cost.forward_passing_bytes + cost.saved_bytes
+    return StageCost(cost.forward_s, *(0.0,) * 5, passing, *(0.0,) * 3)
+
+
+def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Mapping[str, ActionTable]:
+    """Tables of stages with an entry for each slice; or, for several `microbatches` that differ, for each of these, or
+    one that holds for all."""
+
+    def array(value: Callable[[StageCost], float]) -> Array:
+        if microbatches == 1:
+            return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
+        own = [row if len(row) == microbatches else [row[0]] * microbatches for row in costs]
+        return np.array([[[value(cost)] for cost in row] for row in own], dtype=np.float64)
+
+    return {
+        "F": ActionTable(
+            time_s=array(lambda c: c.forward_s),
+            held_bytes=array(lambda c: c.saved_bytes),
+            peak_bytes=array(lambda c: c.forward_passing_bytes),
+        ),
+        "I": ActionTable(
+            time_s=array(lambda c: c.input_s),
+            held_bytes=array(lambda c: c.pending_bytes - c.saved_bytes),
+            peak_bytes=array(lambda c: c.input_passing_bytes),
+        ),
+        "W": ActionTable(
+            time_s=array(lambda c: c.weight_s),
+            held_bytes=array(lambda c: -c.pending_bytes),
+            peak_bytes=array(lambda c: c.weight_passing_bytes),
+        ),
+        "B": ActionTable(
+            time_s=array(lambda c: c.backward_s),
+            held_bytes=array(lambda c: -c.saved_bytes),
+            peak_bytes=array(lambda c: c.fused_passing_bytes),
+        ),
+    }

@@ -1,0 +1,153 @@
+"""Stages whose microbatches differ: the costs of packed rows, and timelines as ragged as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipefit.cluster import parse_spec
+from pipefit.cost.memory_lanes import lane_limits
+from pipefit.cost.network import Network
+from pipefit.cost.packed import as_sizes
+from pipefit.cost.roofline import Roofline
+from pipefit.cost.table import cost_table, stage_cost
+from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, StageWork
+from pipefit.layout import Axis, Group
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.schedule.families import family
+from pipefit.schedule.problem import Problem
+from pipefit.simulate import simulate
+
+WIDTH, HEADS = 64, 4
+
+
+def layer() -> Graph:
+    """A linear layer over the row, and attention within its images."""
+    split = ("B", "T", HEADS, WIDTH // HEADS)
+    return Graph(
+        inputs=(
+            Tensor(name="x", shape=("B", "T", WIDTH)),
+            Tensor(name="documents", shape=("B", "T"), dtype="int64", role="documents"),
+        ),
+        outputs=("y",),
+        operators=(
+            Operator(kind="linear", inputs=("x", "w", ""), outputs=("h",)),
+            Operator(kind="reshape", inputs=("h",), outputs=("q",), attributes={"shape": list(split)}),
+            Operator(
+                kind="packed_attention",
+                inputs=("q", "q", "q", "documents"),
+                outputs=("o",),
+                attributes={"scale": 0.25},
+            ),
+            Operator(kind="reshape", inputs=("o",), outputs=("y",), attributes={"shape": ["B", "T", WIDTH]}),
+        ),
+        parameters=(ParameterSpec(name="w", shape=(WIDTH, WIDTH)),),
+        tensors=(
+            Tensor(name="h", shape=("B", "T", WIDTH)),
+            Tensor(name="q", shape=split),
+            Tensor(name="o", shape=split),
+            Tensor(name="y", shape=("B", "T", WIDTH)),
+        ),
+    )
+
+
+def stage(lane: int, devices: tuple[int, ...], sizes: tuple[tuple[tuple[int, int], ...], ...]) -> StageWork:
+    axes = (Axis(name="replica", shares=(1,) * len(devices)), Axis(name="shard", shares=(1,)))
+    counts = ParameterCounts(trainable=(WIDTH * WIDTH,), frozen=(0,), whole=(0,))
+    return StageWork(
+        lane=lane,
+        group=Group(axes=axes, devices=devices),
+        layers=((layer(),),),
+        rows=(1,) * len(devices),
+        slices=(512,),
+        recompute="none",
+        parameters=counts,
+        split_state=False,
+        packed=sizes,
+    )
+
+
+SIZES = (((4096, 4096 * 256), (0, 0)), ((1024, 1024 * 128), (700, 700 * 700)), ((5000, 5000 * 900), (3000, 3000 * 30)))
+"""Two replicas in three microbatches: (tokens, squares)."""
+
+
+def pipeline(sizes: tuple[tuple[tuple[int, int], ...], ...] = SIZES) -> PipelineWork:
+    first, second = stage(0, (0, 1), sizes), stage(1, (2,), tuple((max(row),) for row in sizes))
+    sent = [tuple((at, 2, 4.0 * WIDTH * row[at][0]) for at in (0, 1)) for row in sizes]
+    back = [tuple((b, a, size) for a, b, size in each) for each in sent]
+    edge = EdgeWork(
+        source=0,
+        target=1,
+        tensor="",
+        forward=(max(sent, key=lambda each: sum(size for _, _, size in each)),),
+        backward=(max(back, key=lambda each: sum(size for _, _, size in each)),),
+        ragged=tuple(zip(sent, back, strict=True)),
+    )
+    return PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+
+
+NETWORK = Network(parse_spec("4xA100-80"))
+
+
+def test_every_microbatch_costs_what_its_fullest_replica_does() -> None:
+    work = pipeline()
+    table = cost_table(work, NETWORK, Roofline())
+    assert table.actions["F"].time_s.shape == (2, 3, 1)
+    for microbatch, row in enumerate(SIZES):
+        tokens, squares = (max(column) for column in zip(*row, strict=True))
+        own = stage_cost(as_sizes(work.stages[0], tokens, squares), tokens, 0, work, NETWORK, Roofline())
+        for kind, field in (("F", "forward_s"), ("B", "backward_s")):
+            time_s = table.actions[kind].time_s[0, microbatch, 0]
+            assert time_s == pytest.approx(getattr(own, field), rel=1e-9 if microbatch == 0 else 0.05)
+        assert table.actions["F"].held_bytes[0, microbatch, 0] == pytest.approx(own.saved_bytes, rel=1e-6)
+    assert table.actions["F"].time_s[0, 2, 0] > 1.5 * table.actions["F"].time_s[0, 1, 0]
+
+
+def test_transfers_are_as_long_as_their_microbatch() -> None:
+    table = cost_table(pipeline(), NETWORK, Roofline())
+    edge = table.edges[0]
+    assert edge.forward_s.shape == edge.forward_bytes.shape == (3, 1)
+    for microbatch, row in enumerate(SIZES):
+        assert edge.forward_bytes[microbatch, 0] == 4 * WIDTH * sum(tokens for tokens, _ in row)
+        expected = NETWORK.transfer([(at, 2, 4.0 * WIDTH * row[at][0]) for at in (0, 1)])
+        assert edge.forward_s[microbatch, 0] == expected.whole_s
+
+
+def test_equal_microbatches_are_a_uniform_pipeline() -> None:
+    size = (1024, 1024 * 128)
+    ragged = pipeline(((size, size),) * 3)
+    uniform = replace(
+        ragged,
+        stages=tuple(as_sizes(one, *size) for one in ragged.stages),
+        edges=tuple(replace(edge, ragged=()) for edge in ragged.edges),
+    )
+    first, second = (cost_table(work, NETWORK, Roofline()) for work in (ragged, uniform))
+    one, two = (
+        simulate(family("1f1b")(Problem(placement=(0, 1), microbatches=3, costs=c)), c) for c in (first, second)
+    )
+    assert one.makespan_s == pytest.approx(two.makespan_s, rel=1e-12)
+    assert np.allclose(one.peak_bytes, two.peak_bytes)
+
+
+def test_the_timeline_is_as_ragged_as_its_microbatches() -> None:
+    table = cost_table(pipeline(), NETWORK, Roofline())
+    timeline = simulate(family("1f1b")(Problem(placement=(0, 1), microbatches=3, costs=table)), table)
+    spans = {str(span.action): span.stop_s - span.start_s for span in timeline.spans()}
+    for microbatch in range(3):
+        own_s = table.actions["F"].time_s[0, microbatch, 0] + table.overhead_s
+        assert spans[f"0F{microbatch}"] == pytest.approx(own_s)
+    assert timeline.busy_s[0] == pytest.approx(
+        sum(table.actions[kind].time_s[0].sum() + 3 * table.overhead_s for kind in "FB")
+    )
+
+
+def test_without_a_backward_nothing_is_kept_or_done_after_the_forward() -> None:
+    work = pipeline()
+    frozen = replace(work, stages=(replace(work.stages[0], backward=False), work.stages[1]))
+    trained, table = (cost_table(one, NETWORK, Roofline()) for one in (work, frozen))
+    assert np.array_equal(table.actions["F"].time_s, trained.actions["F"].time_s)
+    assert trained.actions["B"].time_s[0].min() > 0.0 == table.actions["B"].time_s[0].max()
+    assert trained.actions["F"].held_bytes[0].min() > 0.0 == table.actions["F"].held_bytes[0].max()
+    assert len(lane_limits(frozen, NETWORK)) == 2
