@@ -15,8 +15,17 @@ from pipefit.model.ops.rotary import frequencies
 
 def run_graph(graph: Graph, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
     """The only output of `graph`; checks every produced shape against the graph's own."""
-    rows, tokens = next(iter(inputs.values())).shape[:2]
-    symbols = {"B": rows, "T": tokens}
+    return run_outputs(graph, inputs, parameters)[0]
+
+
+def run_outputs(graph: Graph, inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """All outputs of `graph`."""
+    symbols = {
+        size: length
+        for tensor in graph.inputs
+        for size, length in zip(tensor.shape, inputs[tensor.name].shape, strict=True)
+        if isinstance(size, str)
+    }
     values: dict[str, Any] = {**inputs, **parameters, "": None}
     for operator in graph.operators:
         arguments = [values[name] for name in operator.inputs]
@@ -24,7 +33,7 @@ def run_graph(graph: Graph, inputs: Mapping[str, Tensor], parameters: Mapping[st
         expected = tuple(size_value(size, symbols) for size in graph.tensor(operator.outputs[0]).shape)
         assert tuple(result.shape) == expected, (operator, tuple(result.shape), expected)
         values[operator.outputs[0]] = result
-    return values[graph.outputs[0]]
+    return [values[name] for name in graph.outputs]
 
 
 def _second(a: list[Any], at: Mapping[str, Any]) -> Any:
@@ -79,6 +88,50 @@ def _cross_entropy(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
     return (logits.logsumexp(-1) - logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0])[valid].sum()
 
 
+def _packed_attention(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
+    """All tokens with all, those of other images masked."""
+    q, k, v = (t.transpose(1, 2) for t in a[:3])
+    same = (a[3].unsqueeze(1) == a[3].unsqueeze(2)).unsqueeze(1)
+    scores = (q @ k.transpose(-1, -2) * at["scale"]).masked_fill(~same, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def _one_hot(places: Tensor, h: Tensor) -> Tensor:
+    """(places, rows x tokens) with a one for each place."""
+    return F.one_hot(places[0], h.shape[0] * h.shape[1]).to(h.dtype)
+
+
+def _put_tokens(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
+    h, x, places = a
+    chosen = _one_hot(places, h)
+    stay = 1 - chosen.sum(0)
+    return (stay[:, None] * h.flatten(0, 1) + chosen.T @ x[0]).view_as(h)
+
+
+def _image_positions(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
+    """By the matrix that interpolates rows, and the one that interpolates columns."""
+    x, grid, table, start = a
+    sides = (at["rows"], at["columns"])
+    out = []
+    for token, (row, column, *size) in zip(x.flatten(0, 1), grid.flatten(0, 1).tolist(), strict=True):
+        if row < 0:
+            out.append(start + table[0])
+            continue
+        weights = [
+            F.interpolate(torch.eye(n, dtype=x.dtype)[None, :, None], (1, m), mode="bicubic")[0, :, 0, place]
+            for n, m, place in zip(sides, size, (row, column), strict=True)
+        ]
+        patches = table[start is not None :].unflatten(0, sides)
+        out.append(token + torch.einsum("r,c,rcd->d", *weights, patches))
+    return torch.stack(out).view_as(x) if out else x
+
+
+def _fourier_features(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
+    rates = torch.logspace(3, -1, at["frequencies"] + 1, dtype=torch.float64)[:-1]
+    turned = torch.polar(torch.ones_like(a[0][..., None] * rates), a[0][..., None] * rates)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
 def _slice(a: list[Any], at: Mapping[str, Any], symbols: Any) -> Tensor:
     return a[0].narrow(at["dim"], at["start"], size_value(at["stop"], symbols) - at["start"])
 
@@ -106,11 +159,18 @@ EXECUTE: dict[str, Any] = {
     "rsqrt": lambda a, at, s: a[0].rsqrt(),
     "neg": lambda a, at, s: -a[0],
     "softmax": lambda a, at, s: a[0].softmax(at["dim"]),
-    "cast": lambda a, at, s: a[0],
+    "cast": lambda a, at, s: a[0] if a[0].is_floating_point() else a[0].double(),
     "reshape": lambda a, at, s: a[0].reshape([size_value(size, s) for size in at["shape"]]),
     "transpose": lambda a, at, s: a[0].permute(at["dims"]),
     "slice": _slice,
     "concat": lambda a, at, s: torch.cat(a, at["dim"]),
     "moe": _moe,
     "cross_entropy": _cross_entropy,
+    "packed_attention": _packed_attention,
+    "put_tokens": _put_tokens,
+    "take_tokens": lambda a, at, s: (_one_hot(a[1], a[0]) @ a[0].flatten(0, 1)).unsqueeze(0),
+    "image_positions": _image_positions,
+    "fourier_features": _fourier_features,
+    "squared_error": lambda a, at, s: a[0].sub(a[1]).pow(2).sum(),
+    "constant": lambda a, at, s: torch.tensor(at["values"], dtype=torch.float64).view(at["shape"]),
 }

@@ -6,8 +6,8 @@ for every image. Every latent token is conditioned on one hidden state of the la
 modulates every block (adaptive layer norm, Peebles and Xie, 2023): shift, scale and gate are linear in its Fourier
 features. Gates are 1 + what is learned, so that nothing starts at zero.
 
-Inputs from the step plan, of L latent tokens: `noisy_latents` (1,L,C), `time` (1,L) float32 or wider, `latent_grid`
-int64 (1,L,4), `documents` int64 (1,L), `velocity` (1,L,C) float32 or wider.
+Inputs from the step plan, of L latent tokens: `noisy` (1,L,C), `time` (1,L) float32 or wider, `grid`
+int64 (1,L,4), `documents` int64 (1,L), `target` (1,L,C) float32 or wider.
 Shape suffixes: B rows (one), T latent tokens, D features, C numbers of a latent token, F Fourier features.
 """
 
@@ -31,15 +31,15 @@ class Embed(nn.Module):
         super().__init__()
         self.x_shape = ("B", "T", condition_features)
         self.data_inputs = (
-            GraphInput(name="noisy_latents", shape=("B", "T", config.latent_size), role="data"),
-            GraphInput(name="latent_grid", shape=("B", "T", 4), dtype="int64", role="data"),
+            GraphInput(name="noisy", shape=("B", "T", config.latent_size), role="data"),
+            GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),
         )
         self.condition = nn.Linear(condition_features, config.hidden_size)
         self.latent = nn.Linear(config.latent_size, config.hidden_size)
         self.positions = ImagePositions(config.grid_size, config.hidden_size, start=False)
 
-    def forward(self, x: Tensor, noisy_latents: Tensor, latent_grid: Tensor) -> Tensor:
-        return self.positions(self.condition(x) + self.latent(noisy_latents), latent_grid)
+    def forward(self, x: Tensor, noisy: Tensor, grid: Tensor) -> Tensor:
+        return self.positions(self.condition(x) + self.latent(noisy), grid)
 
 
 class Modulation(nn.Module):
@@ -86,7 +86,7 @@ class Output(nn.Module):
         super().__init__()
         self.data_inputs = (
             TIME,
-            GraphInput(name="velocity", shape=("B", "T", config.latent_size), dtype="float32", role="data"),
+            GraphInput(name="target", shape=("B", "T", config.latent_size), dtype="float32", role="data"),
         )
         self.features = FourierFeatures(config.time_frequencies)
         self.scale = nn.Linear(2 * config.time_frequencies, config.hidden_size)
@@ -95,7 +95,7 @@ class Output(nn.Module):
         self.error = SquaredError()
         self.eps = config.layer_norm_eps
 
-    def forward(self, x: Tensor, time: Tensor, velocity: Tensor) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, target: Tensor) -> Tensor:
         time_BTF = self.features(time).to(x.dtype)
         normal = F.layer_norm(x, x.shape[-1:], None, None, self.eps)
-        return self.error(self.output(normal * (self.scale(time_BTF) + 1.0) + self.shift(time_BTF)), velocity)
+        return self.error(self.output(normal * (self.scale(time_BTF) + 1.0) + self.shift(time_BTF)), target)

@@ -1,7 +1,7 @@
 """The image encoder (ViT, SigLIP) and its projector as plain layers. Images lie packed, one behind the other in a row.
 
 Inputs from the step plan: `pixels` uint8 (B,T,C*P*P), the patches of all images (channel, then row, then column of the
-pixels; zeros for a start token); `patch_grid` int64 (B,T,4), see `ImagePositions`; `documents` int64 (B,T), the place
+pixels; zeros for a start token); `grid` int64 (B,T,4), see `ImagePositions`; `documents` int64 (B,T), the place
 in its row where a token's image starts. Pixels are normalised here, on the device.
 Shape suffixes: B rows (one), T image tokens, D features, H heads, K features of a head, C channels, P side of a patch.
 """
@@ -19,10 +19,8 @@ from pipefit.model.graph import Tensor as GraphInput
 
 
 class Normalise(nn.Module):
-    """Pixels 0 to 255 -> (pixel / 255 - mean) / std of their channel, in the type of `like`.
-
-    As (pixel - 255 mean) / (255 std): in bfloat16 pixels, and with a mean of a half the difference too, are exact.
-    """
+    """Pixels 0 to 255 -> (pixel - 255 mean) / (255 std) of their channel, in the type of `like`; computed in a wide
+    type, which in a graph is float32 or wider."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -31,11 +29,11 @@ class Normalise(nn.Module):
         self.factor = [1 / (255 * s) for s in config.image_std for _ in range(each)]
 
     def forward(self, pixels: Tensor, like: Tensor) -> Tensor:
-        x = pixels.to(like.dtype)
+        x = pixels.to(torch.float64)
         if len({*self.factor}) == len({*self.mean}) == 1:
-            return (x - self.mean[0]) * self.factor[0]
-        mean, factor = (torch.tensor(values, dtype=x.dtype).to(x.device) for values in (self.mean, self.factor))
-        return (x - mean) * factor
+            return ((x - self.mean[0]) * self.factor[0]).to(like.dtype)
+        mean, factor = (torch.tensor(v, dtype=torch.float64).to(x.device) for v in (self.mean, self.factor))
+        return ((x - mean) * factor).to(like.dtype)
 
 
 class Embed(nn.Module):
@@ -45,14 +43,14 @@ class Embed(nn.Module):
         super().__init__()
         self.data_inputs = (
             GraphInput(name="pixels", shape=("B", "T", config.patch_features), dtype="uint8", role="data"),
-            GraphInput(name="patch_grid", shape=("B", "T", 4), dtype="int64", role="data"),
+            GraphInput(name="grid", shape=("B", "T", 4), dtype="int64", role="data"),
         )
         self.normalise = Normalise(config)
         self.patch = nn.Linear(config.patch_features, config.hidden_size)
         self.positions = ImagePositions(config.side, config.hidden_size, config.start_token)
 
-    def forward(self, pixels: Tensor, patch_grid: Tensor) -> Tensor:
-        return self.positions(self.patch(self.normalise(pixels, self.patch.weight)), patch_grid)
+    def forward(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        return self.positions(self.patch(self.normalise(pixels, self.patch.weight)), grid)
 
 
 class Attention(nn.Module):

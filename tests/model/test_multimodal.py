@@ -1,0 +1,184 @@
+"""Multimodal models: the captured modules against the plain layers on one device, in float64.
+
+The plain layers themselves are held to `transformers` in `test_multimodal_vision.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from interpreter import run_outputs
+from multimodal_reference import Batch, Sample, batch_of, make_sample, step, step_of
+
+from pipefit.errors import ModelError
+from pipefit.model.capture import capture
+from pipefit.model.graph import Model
+from pipefit.model.registry import build_layers, describe, resolve, typed_config
+
+TINY = resolve("multimodal-tiny").config
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return describe({**TINY, **fields}, "multimodal", "config").config
+
+
+@cache
+def _model(key: str) -> Model:
+    return capture("multimodal", CONFIGS[key])
+
+
+CONFIGS = {
+    "all": TINY,
+    "vit": changed(vision={**TINY["vision"], "model_type": "vit", "image_mean": [0.4, 0.5, 0.6]}),
+    "no generator": changed(generator=None, loss_weights={}, frozen=["vision.encoder", "language"]),
+    "no vision": changed(vision=None, frozen=["language"]),
+}
+
+
+def samples_of(config: Any, images: list[list[tuple[int, int]]], drawn: list[list[tuple[int, int]]]) -> list[Sample]:
+    drawn = drawn if config.generator is not None else [[]] * len(images)
+    images = images if config.vision is not None else [[]] * len(images)
+    return [make_sample(config, 40, *pair, seed=row) for row, pair in enumerate(zip(images, drawn, strict=True))]
+
+
+def filled(config: dict[str, Any]) -> list[torch.nn.Module]:
+    """The layers in float64 with random numbers in all parameters, biases and norms among them."""
+    layers = build_layers("multimodal", config, device="cpu", dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+            if parameter.dim() == 1:
+                parameter.data += 0.5
+    return layers
+
+
+def run_graphs(model: Model, layers: list[torch.nn.Module], batch: Batch) -> dict[str, torch.Tensor]:
+    """The losses of the modules by the interpreter of graphs, with the parameters of the layers."""
+    by_name = {layer.layer_name: dict(layer.named_parameters()) for layer in layers}
+    losses, x = {}, None
+    for module in model.modules:
+        for layer in module.layers:
+            graph, fed = model.layer_graph(layer), batch[module.name]
+            inputs = {t.name: x if t.role == "activation" else fed[t.name] for t in graph.inputs}
+            outputs = dict(zip(graph.outputs, run_outputs(graph, inputs, by_name[layer.name]), strict=True))
+            if graph.loss:
+                losses[module.name] = outputs[graph.loss]
+            if graph.hidden:
+                x = outputs[graph.hidden]
+    return losses
+
+
+def agree(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """To 1e-11 of a tensor's largest entry. The biases of keys have none: scores move all alike, and what comes out as
+    their gradient is rounding."""
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        bound = 1e-14 * largest if name.endswith("k_proj.bias") else 1e-11 * float(gradient.abs().max())
+        assert (found[name] - gradient).abs().max() <= bound, name
+
+
+def compare(key: str, batch: Batch, layers: list[torch.nn.Module]) -> None:
+    config = typed_config("multimodal", CONFIGS[key])
+    wanted = step(layers, batch, config.loss_weights)
+    found = step_of(layers, run_graphs(_model(key), layers, batch), wanted.divisors, config.loss_weights)
+    assert found.losses.keys() == wanted.losses.keys() and found.gradients.keys() == wanted.gradients.keys()
+    for name, loss in wanted.losses.items():
+        assert torch.allclose(found.losses[name], loss, rtol=1e-12), name
+    agree(found.gradients, wanted.gradients)
+
+
+IMAGES = [[(2, 3), (4, 4)], [], [(1, 1)], [(3, 2), (1, 4), (2, 2)]]
+DRAWN = [[(2, 2)], [(3, 1), (2, 4)], [], []]
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_captured_modules_give_the_losses_and_gradients_of_the_plain_layers(key: str) -> None:
+    config, layers = typed_config("multimodal", CONFIGS[key]), filled(CONFIGS[key])
+    batch = batch_of(config, samples_of(config, IMAGES, DRAWN))
+    compare(key, batch, layers)
+
+
+@pytest.mark.parametrize("key", ["all", "vit"])
+def test_a_batch_without_images_gives_zero_gradients_and_no_loss_of_the_generator(key: str) -> None:
+    config, layers = typed_config("multimodal", CONFIGS[key]), filled(CONFIGS[key])
+    batch = batch_of(config, samples_of(config, [[], []], [[], []]))
+    assert batch["vision"]["pixels"].shape[1] == batch["generator"]["time"].shape[1] == 0
+    compare(key, batch, layers)
+
+
+def test_samples_together_are_samples_one_by_one() -> None:
+    """Losses and gradients are sums over samples, however many images each has: packing mixes no two images."""
+    config, layers = typed_config("multimodal", CONFIGS["vit"]), filled(CONFIGS["vit"])
+    samples = samples_of(config, IMAGES, DRAWN)
+    together = step(layers, batch_of(config, samples), config.loss_weights)
+    total: dict[str, torch.Tensor] = {}
+    for sample in samples:
+        batch = batch_of(config, [sample])
+        one = step(layers, batch, config.loss_weights)
+        weights = {m: w * one.divisors[m] / together.divisors[m] for m, w in config.loss_weights.items()}
+        for name, gradient in step(layers, batch, weights).gradients.items():
+            total[name] = total.get(name, 0) + gradient
+    agree(total, together.gradients)
+
+
+def test_frozen_parts_are_not_trainable_and_the_rest_is() -> None:
+    trainable = {
+        key: {
+            layer.parameters[spec.name].split(".")[0] + "." + layer.parameters[spec.name].split(".")[1]
+            for layer in _model(key).layers
+            for spec in _model(key).layer_graph(layer).parameters
+            if spec.trainable
+        }
+        for key in ("no generator", "no vision")
+    }
+    assert trainable["no generator"] == {"vision.projector"}
+    assert trainable["no vision"] == {"generator.embed", "generator.layers", "generator.output"}
+
+
+def test_modules_live_in_their_spaces_and_meet_in_packed_rows() -> None:
+    model = _model("all")
+    assert [(module.name, module.space) for module in model.modules] == [
+        ("vision", "patches"),
+        ("language", "samples"),
+        ("generator", "latents"),
+    ]
+    first, last = (model.layer_graph(model.modules[1].layers[i]) for i in (0, -1))
+    assert first.tensor("x").shape == (1, "I", 64)
+    assert last.hidden is not None and last.tensor(last.hidden).shape == (1, "L", 64)
+    assert last.loss is not None and last.hidden != last.loss
+    ends = [model.layer_graph(module.layers[-1]) for module in model.modules]
+    assert [graph.loss is None for graph in ends] == [True, False, False]
+    assert ends[-1].hidden is None
+
+
+BAD = {
+    "a multimodal model needs a language model": {"language": None},
+    "an image encoder or an image generator": {"vision": None, "generator": None},
+    "the field 'vision' of the configuration(.|\n)*an object": {"vision": "vit"},
+    "config, vision(.|\n)*'clip'(.|\n)*vit, siglip_vision_model": {"vision": {**TINY["vision"], "model_type": "clip"}},
+    "config, vision(.|\n)*'image_std'(.|\n)*3 numbers above zero": {
+        "vision": {**TINY["vision"], "image_std": [0, 1, 1]}
+    },
+    "smaller than a patch(.|\n)*image_size 8, patch_size 16": {"vision": {**TINY["vision"], "image_size": 8}},
+    "language model is of no known type(.|\n)*'bert'(.|\n)*llama": {
+        "language": {**TINY["language"], "model_type": "bert"}
+    },
+    "config, generator(.|\n)*no multiple of the attention heads": {
+        "generator": {**TINY["generator"], "num_attention_heads": 5}
+    },
+    "'frozen'(.|\n)*'encoder'(.|\n)*vision.projector": {"frozen": ["encoder"]},
+    "every module is frozen": {"frozen": ["vision", "language", "generator"]},
+    "'loss_weights'(.|\n)*'vision'(.|\n)*language and generator": {"loss_weights": {"vision": 1.0}},
+    "'loss_weights'(.|\n)*not all zero": {"loss_weights": {"language": 0, "generator": 0}},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_configuration_is_one_clear_error(message: str) -> None:
+    with pytest.raises(ModelError, match=f"(?i){message}"):
+        describe({**TINY, **BAD[message]}, "multimodal", "config")
