@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,14 @@ def mixed_manifest(folder: Path, samples: int = 24) -> Path:
     return write_rows(folder / "manifest.jsonl", rows)
 
 
-def mixed_index(folder: Path, samples: int = 24) -> Index:
+def mixed_index(folder: Path, samples: int = 24, start_token: bool = False) -> Index:
     request = IndexRequest(
-        source=str(mixed_manifest(folder, samples)), images=RULE, generated=LATENT_RULE, image_token=1,
+        source=str(mixed_manifest(folder, samples)),
+        images=replace(RULE, start_token=start_token),
+        generated=LATENT_RULE,
+        image_token=1,
         generation_token=2,
-    )  # fmt: skip
+    )
     make_index(request, folder / "index")
     return open_index(folder / "index")
 

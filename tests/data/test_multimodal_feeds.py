@@ -182,3 +182,17 @@ def test_packed_rows_hold_samples_one_behind_the_other(index: Index) -> None:
 def test_grids(rule: ImageRule, size: tuple[int, int], grid: tuple[int, int]) -> None:
     """Width comes first in sizes, rows first in grids."""
     assert rule.grid(*size) == grid
+
+
+def test_a_start_token_is_one_more_in_front_of_every_image_that_is_looked_at(tmp_path: Path) -> None:
+    index = mixed_index(tmp_path, 6, start_token=True)
+    plain = mixed_index(tmp_path / "plain", 6)
+    with_it, without = (run_feed(source_of(i), PATCHES, 0, np.arange(6), 0) for i in (index, plain))
+    grid = with_it.arrays["grid"][0]
+    started = grid[:, 0] == -1
+    assert started.sum() == len(without.image_lengths) > 3
+    assert not with_it.arrays["pixels"][0][started].any()
+    assert np.array_equal(with_it.arrays["pixels"][0][~started], without.arrays["pixels"][0])
+    assert np.flatnonzero(started).tolist() == sorted(set(with_it.arrays["documents"][0].tolist()))
+    places = run_feed(source_of(index), SAMPLES, 0, np.arange(6), 0).arrays["image_places"]
+    assert places.size == len(grid) == sum(with_it.image_lengths)

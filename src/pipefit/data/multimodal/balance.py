@@ -1,8 +1,8 @@
 """Balancing: which rows of a batch go to which replica, and to which of its microbatches, so that all are alike.
 
 Every place takes one row, so bins keep their number of rows. Rows are placed from the largest down (longest processing
-time first, Graham 1969), each where the vector of loads that stand there points least in its own direction: with one
-kind of cost that is the lightest bin; with several it is the dot-product rule of vector packing (Panigrahy et al.,
+time first, Graham 1969), each where the vector of loads, with it, points least in its own direction: with one kind of
+cost that is the bin that ends first; with several it is the dot-product rule of vector packing (Panigrahy et al.,
 2011). Replicas come first, by their sums over the step, then the microbatches of each.
 """
 
@@ -64,7 +64,7 @@ def _to_replicas(kinds: Sequence[_Kind], room: Ints, rows: Sequence[int]) -> Int
     for row in rows:
         score = np.zeros(len(free))
         for kind, load in zip(kinds, loads, strict=True):
-            score += load[kind.replica] * kind.weight * kind.cost[row]
+            score += (load[kind.replica] + kind.weight * kind.cost[row]) * kind.cost[row]
         cell[row] = np.where(free > 0, score, np.inf).argmin()
         free[cell[row]] -= 1
         for kind, load in zip(kinds, loads, strict=True):
@@ -79,7 +79,7 @@ def _to_microbatches(kinds: Sequence[_Kind], cell: Ints, room: Ints, rows: Seque
     for row in rows:
         here, score = cell[row], np.zeros(len(room))
         for kind, load in zip(kinds, loads, strict=True):
-            score += load[:, kind.owner[here]] * kind.weight[here] * kind.cost[row]
+            score += load[:, kind.owner[here]] * kind.cost[row]
         at[row] = np.where(free[:, here] > 0, score, np.inf).argmin()
         free[at[row], here] -= 1
         for kind, load in zip(kinds, loads, strict=True):

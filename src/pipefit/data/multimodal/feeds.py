@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.images import BrokenImageError, blank_patches, read_patches
+from pipefit.data.multimodal.images import BrokenImageError, blank_patches, grid_places, read_patches
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.multimodal.sequence import ImageUse, images_of, sequence_of
@@ -40,6 +40,8 @@ class Arrays:
     arrays: dict[str, NDArray[Any]]
     broken: dict[str, str] = field(default_factory=dict)
     "Image file -> why it was replaced by a blank one."
+    image_lengths: tuple[int, ...] = ()
+    "Tokens of every image of a packed row, in their order."
 
     @property
     def size_bytes(self) -> int:
@@ -71,7 +73,7 @@ def run_feed(source: Source, space: str, step: int, rows: NDArray[np.int64], fir
     `samples`: tokens, labels, positions (B, T); documents (B, T), where each token's sample starts; rows (B,), their
     positions in the batch; image_places (1, P) and condition_places (1, L), places b T + t of patches and of latents.
     `patches`: pixels (1, P, channels * patch**2) uint8, documents (1, P), where each patch's image starts in the row,
-    and grid (1, P, 4): row, column, rows, columns.
+    and grid (1, P, 4): row (-1: a start token), column, rows, columns.
     `latents`: noisy and target (1, L, channels * patch**2) float32, time (1, L) float32, documents, grid. With x the
     pixels in [-1, 1], e the noise and t the time: noisy = (1 - t) e + t x and target = x - e (Lipman et al., 2023).
     P and L may be 0. Raises DataError for an image that is broken now, unless `on_broken` is `blank`.
@@ -115,7 +117,7 @@ def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int) -> 
 
 def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
     images = _images(source, rows, IMAGE)
-    result = Arrays(arrays=_places(source, images, IMAGE))
+    result = _packed(source, images, IMAGE)
     width = source.index.rule(IMAGE).patch_values
     pixels = [_pixels(source, use, result.broken) for use in images]
     result.arrays["pixels"] = np.concatenate([np.zeros((0, width), np.uint8), *pixels])[None]
@@ -124,7 +126,7 @@ def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int) -> 
 
 def _latents(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
     images = _images(source, rows, GENERATE)
-    result = Arrays(arrays=_places(source, images, GENERATE))
+    result = _packed(source, images, GENERATE)
     tokens, width = sum(use.tokens for use in images), source.index.rule(GENERATE).patch_values
     noisy, target = (np.empty((1, tokens, width), dtype=np.float32) for _ in range(2))
     time = np.empty((1, tokens), dtype=np.float32)
@@ -152,17 +154,18 @@ def _images(source: Source, rows: NDArray[np.int64], kind: int) -> list[ImageUse
     return [use for row in rows.tolist() for use in images_of(source.index, source.rows, row, kind)]
 
 
-def _places(source: Source, images: list[ImageUse], kind: int) -> dict[str, NDArray[Any]]:
-    """documents (1, P) and grid (1, P, 4)."""
+def _packed(source: Source, images: list[ImageUse], kind: int) -> Arrays:
+    """documents (1, P) and grid (1, P, 4) of images one behind the other."""
     documents, grids, at = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)], 0
     for use in images:
         width, height, _ = source.index.images[use.image].tolist()
-        rows, columns = source.index.rule(kind).grid(width, height)
-        row, column = np.divmod(np.arange(use.tokens, dtype=np.int64), columns)
-        grids.append(np.stack([row, column, np.full_like(row, rows), np.full_like(row, columns)], axis=1))
+        grids.append(grid_places(width, height, source.index.rule(kind)))
         documents.append(np.full(use.tokens, at, dtype=np.int64))
         at += use.tokens
-    return {"documents": np.concatenate(documents)[None], "grid": np.concatenate(grids)[None]}
+    return Arrays(
+        arrays={"documents": np.concatenate(documents)[None], "grid": np.concatenate(grids)[None]},
+        image_lengths=tuple(use.tokens for use in images),
+    )
 
 
 def _pixels(source: Source, use: ImageUse, broken: dict[str, str]) -> NDArray[np.uint8]:

@@ -49,6 +49,8 @@ class ImageRule:
     "Larger images are scaled down to so many."
     side: int = 0
     "Where above 0, every image is resized to this many pixels square (encoders of one size)."
+    start_token: bool = False
+    "Whether one more token, without pixels, stands in front of every image (ViT's class token)."
 
     def __post_init__(self) -> None:
         """Raises DataError for sizes that make no patches."""
@@ -64,6 +66,11 @@ class ImageRule:
     def patch_values(self) -> int:
         """Values of one patch, channels included."""
         return CHANNELS * self.patch**2
+
+    def tokens(self, width: int, height: int) -> int:
+        """How many tokens an image of this size becomes."""
+        rows, columns = self.grid(width, height)
+        return rows * columns + self.start_token
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """(rows, columns) of patches of an image of this size: at least one, at most `max_patches` in all."""
@@ -90,7 +97,8 @@ def read_size(path: Path, check: bool) -> ImageSize:
 
 
 def read_patches(path: Path, width: int, height: int, rule: ImageRule) -> NDArray[np.uint8]:
-    """(rows * columns, channels * patch * patch) uint8, row by row; within a patch channel, then row, then column.
+    """(tokens, channels * patch * patch) uint8, row by row; within a patch channel, then row, then column. The start
+    token, where there is one, comes first and is zeros.
 
     Raises BrokenImageError if the file is no image any more, or has another size than `width` and `height`.
     """
@@ -106,7 +114,7 @@ def read_patches(path: Path, width: int, height: int, rule: ImageRule) -> NDArra
         _loaded(image)
         seen = ImageOps.exif_transpose(image).convert("RGB")
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
-    return to_patches(pixels_HWC, rule.patch)
+    return _with_start(to_patches(pixels_HWC, rule.patch), rule)
 
 
 def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
@@ -119,7 +127,16 @@ def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
 def blank_patches(width: int, height: int, rule: ImageRule) -> NDArray[np.uint8]:
     """What stands for an image that cannot be decoded: as many patches, all of one grey."""
     rows, columns = rule.grid(width, height)
-    return np.full((rows * columns, rule.patch_values), BLANK, dtype=np.uint8)
+    return _with_start(np.full((rows * columns, rule.patch_values), BLANK, dtype=np.uint8), rule)
+
+
+def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
+    """(tokens, 4): row, column, rows, columns of every patch; row -1 is the start token."""
+    rows, columns = rule.grid(width, height)
+    row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
+    if rule.start_token:
+        row, column = np.append(-1, row), np.append(0, column)
+    return np.stack([row, column, np.full_like(row, rows), np.full_like(row, columns)], axis=1)
 
 
 def require_pillow() -> None:
@@ -130,6 +147,10 @@ def require_pillow() -> None:
         raise DataError(
             "Reading images needs Pillow, which is not installed.", next_step="pip install 'pipefit[images]'"
         ) from None
+
+
+def _with_start(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.uint8]:
+    return np.concatenate([np.zeros_like(patches[:1]), patches]) if rule.start_token else patches
 
 
 def _opened(path: Path) -> Any:

@@ -258,8 +258,8 @@ class _Builder:
 
     def _append_image(self, part: Part, size: ImageSize) -> None:
         generate = part.kind == "generate"
-        rows, columns = (self._request.generated if generate else self._request.images).grid(size.width, size.height)
-        self._parts.append((GENERATE if generate else IMAGE, len(self._images), rows * columns))
+        rule = self._request.generated if generate else self._request.images
+        self._parts.append((GENERATE if generate else IMAGE, len(self._images), rule.tokens(size.width, size.height)))
         self._images.append(size)
         self._paths.append(part.value)
 
