@@ -161,14 +161,14 @@ BAD = {
     "an image encoder or an image generator": {"vision": None, "generator": None},
     "the field 'vision' of the configuration(.|\n)*an object": {"vision": "vit"},
     "config, vision(.|\n)*'clip'(.|\n)*vit, siglip_vision_model": {"vision": {**TINY["vision"], "model_type": "clip"}},
-    "config, vision(.|\n)*'image_std'(.|\n)*3 numbers above zero": {
+    "'image_std'(.|\n)*config, vision(.|\n)*3 numbers above zero": {
         "vision": {**TINY["vision"], "image_std": [0, 1, 1]}
     },
     "smaller than a patch(.|\n)*image_size 8, patch_size 16": {"vision": {**TINY["vision"], "image_size": 8}},
     "language model is of no known type(.|\n)*'bert'(.|\n)*llama": {
         "language": {**TINY["language"], "model_type": "bert"}
     },
-    "config, generator(.|\n)*no multiple of the attention heads": {
+    "no multiple of the attention heads(.|\n)*config, generator": {
         "generator": {**TINY["generator"], "num_attention_heads": 5}
     },
     "'frozen'(.|\n)*'encoder'(.|\n)*vision.projector": {"frozen": ["encoder"]},
