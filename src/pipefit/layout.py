@@ -171,11 +171,14 @@ def overlaps(old: Sequence[tuple[float, float]], new: Sequence[tuple[float, floa
     return [[max(0, min(a[1], b[1]) - max(a[0], b[0])) for b in new] for a in old]
 
 
-def holding(shape: Sequence[int], group: Group, forms: Sequence[Form], device: int) -> Box:
+def holding(
+    shape: Sequence[int], group: Group, forms: Sequence[Form], device: int, replica_runs: Sequence[Run] | None = None
+) -> Box:
     """The box of a tensor of global `shape` that `device` holds under `forms` (one per axis of `group`).
 
     Two axes may split the same dimension: the earlier axis splits it first and the later one splits that run.
-    `I` and `P` keep the whole run. `Gflat` needs a one-dimensional shape: pass the element count.
+    `I` and `P` keep the whole run. `Gflat` needs a one-dimensional shape: pass the element count. Where the replicas
+    hold what no shares tell (the patches of their own samples), `replica_runs` says it for each of them.
     """
     box: list[Run] = [(0, length) for length in shape]
     for axis, form, place in zip(group.axes, forms, group.coordinates(device), strict=True):
@@ -183,6 +186,9 @@ def holding(shape: Sequence[int], group: Group, forms: Sequence[Form], device: i
             assert form.dim is not None
             dim = 0 if form.dim == FLAT else form.dim
             start, stop = box[dim]
+            if axis.name == "replica" and replica_runs is not None:
+                box[dim] = replica_runs[place]
+                continue
             low, high = split(stop - start, axis.shares)[place]
             box[dim] = (start + low, start + high)
     return tuple(box)
@@ -214,8 +220,14 @@ def moves(
     sent: Sequence[Form],
     target: Group,
     received: Sequence[Form],
+    *,
+    sender: int | None = None,
+    receiver: int | None = None,
+    replica_runs: tuple[Sequence[Run], Sequence[Run]] | None = None,
 ) -> tuple[Move, ...]:
-    """The messages that bring a tensor from layout (source, sent) to layout (target, received).
+    """The messages that bring a tensor from layout (source, sent) to layout (target, received); only those of one
+    `sender` or one `receiver`, where asked for. `replica_runs`: what the replicas of both sides hold, where their
+    shares do not tell (see `holding`).
 
     `I` at the sender: every receiver takes each element from exactly one holder, the one at its own position along
     that axis modulo the axis size, so that equal grids give plain point-to-point. `P` on both sides keeps partial
@@ -225,15 +237,18 @@ def moves(
     """
     result = []
     single = _single_axes(source, sent, target, received)
-    for device in target.devices:
+    given, taken = replica_runs if replica_runs is not None else (None, None)
+    senders = source.devices if sender is None else (sender,)
+    boxes = {device: holding(shape, source, sent, device, given) for device in senders}
+    for device in target.devices if receiver is None else (receiver,):
         if any(target.position(device, name) for name in single):
             continue
-        want = holding(shape, target, received, device)
+        want = holding(shape, target, received, device, taken)
         if box_size(want) == 0:
             continue
-        for other in source.devices:
+        for other, has in boxes.items():
             if _serves(source, sent, other, target, received, device):
-                part = intersect(want, holding(shape, source, sent, other))
+                part = intersect(want, has)
                 if part is not None:
                     result.append(Move(other, device, part))
     return tuple(result)

@@ -23,6 +23,7 @@ from pipefit.model.registry import open_model
 from pipefit.profile.device import introduce, rates
 from pipefit.profile.layers import LayerBench, Samples, Subject, typical
 from pipefit.profile.points import Point
+from pipefit.run.feed import Feed
 
 TABLE = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e10, jitter=0.0, boost=0.0)
 
@@ -144,7 +145,7 @@ def tiny_block() -> Any:
 
 
 NONE = {"late": 0, "taken_s": 1.0, "emulated_s": 1.0, "worst_s": 0.0}
-FEED = SimpleNamespace(positions=torch.zeros(2, 16), tokens=None, labels=None)
+FEED = Feed(positions=torch.zeros(2, 16))
 SIZES = {"B": 2, "T": 16, "P": 0, "S": 16}
 
 

@@ -143,8 +143,8 @@ class PacedStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def begin_step(self, step: int, divisor: int) -> None:
-        self._program.begin_step(step, divisor)
+    def begin_step(self, step: int, divisor: int, *weight: float) -> None:
+        self._program.begin_step(step, divisor, *weight)
         self._device.begin_step()
         self._steps += 1
 
@@ -210,8 +210,7 @@ class PacedStage:
         return {**sizes, "S": own.length(sizes["T"]), "R": own.length(sizes["B"])}
 
     def _sizes_of(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> dict[str, int]:
-        extent = next(x for x in (feed.positions, feed.tokens, feed.labels, inputs.get("")) if x is not None)
-        rows, tokens = int(extent.shape[0]), int(extent.shape[1])
+        rows, tokens = feed.extent(inputs.get(""))
         past = sum(self._sizes[microbatch, earlier]["T"] for earlier in range(slice_))
         shard = self._program.shard
         own_tokens, own_rows = (tokens, rows) if shard is None else (shard.length(tokens), shard.length(rows))

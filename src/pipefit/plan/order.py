@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import PipefitError, PlanError, ScheduleError
@@ -11,6 +11,7 @@ from pipefit.plan.types import Edge, GroupPlan, Order, Parameter, Plan, Stage
 from pipefit.plan.work import Parts
 from pipefit.schedule.actions import Schedule, format_lanes
 from pipefit.schedule.families import family
+from pipefit.schedule.frozen import frozen_stages, with_backward, without_backward
 from pipefit.schedule.lower import lower
 from pipefit.schedule.problem import Problem
 
@@ -42,10 +43,12 @@ def lower_for(
     edges: Sequence[Edge],
     parameters: Sequence[Parameter],
     costs: CostTable | None = None,
+    frozen: Collection[int] = (),
 ) -> Schedule:
-    """The lowered form of a computed schedule with the reductions and gathers that the parameters need."""
+    """The lowered form of a computed schedule with the reductions and gathers that the parameters need, and without the
+    backward of the `frozen` stages (`frozen_in`)."""
     return lower(
-        computed,
+        without_backward(computed, frozen),
         edge_keys(edges),
         costs,
         reductions=reduced_stages(groups, stages),
@@ -88,6 +91,12 @@ def gathered_stages(
     return tuple(sorted(found))
 
 
+def frozen_in(stages: int, edges: Sequence[Edge], parameters: Sequence[Parameter]) -> frozenset[int]:
+    """The stages, of so many, that need no backward: neither they nor any before them hold what is trained."""
+    trained = {use for parameter in parameters if parameter.trainable for use in parameter.uses}
+    return frozen_stages(stages, edge_keys(edges), trained)
+
+
 def tied_buckets(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
     """Bucket name -> stages, for parameters that several stages use. Stages 0 and 3 share the bucket `tied.0.3`."""
     uses = {parameter.uses for parameter in parameters if len(parameter.uses) > 1 and parameter.trainable}
@@ -116,7 +125,7 @@ def _schedule_problems(schedule: Schedule, plan: Plan) -> Iterator[PipefitError]
     from pipefit.schedule.deadlock import find_deadlock
 
     try:
-        check(schedule, edge_keys(plan.edges))
+        check(schedule, edge_keys(plan.edges), frozen_in(len(plan.stages), plan.edges, plan.parameters))
     except ScheduleError as error:
         yield error
         return
@@ -125,7 +134,8 @@ def _schedule_problems(schedule: Schedule, plan: Plan) -> Iterator[PipefitError]
         yield deadlock
         return
     have = {(action.kind, action.stage, action.what) for _, _, action in schedule}
-    wanted = {("REDUCE", stage, "") for stage in reduced_stages(plan.groups, plan.stages)}
+    trained = with_backward(schedule)
+    wanted = {("REDUCE", stage, "") for stage in reduced_stages(plan.groups, plan.stages) if stage in trained}
     wanted |= {("REDUCE", stage, name) for name, stages in tied_buckets(plan.parameters).items() for stage in stages}
     wanted |= {("GATHER", stage, "") for stage in gathered_stages(plan.groups, plan.stages, plan.parameters)}
     for kind, stage, what in sorted(wanted - have):

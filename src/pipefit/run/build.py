@@ -6,7 +6,7 @@ that all of them read the same plan and captured the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,14 @@ from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms
 from pipefit.run.initial import Value, initial_values
 from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.packed import packed_space
 from pipefit.run.reduce import Reducer
 from pipefit.run.shard_comm import ShardContext
 from pipefit.run.stage import StageLayer, StageProgram
 from pipefit.run.tied import TiedSum, TiedUse, tied_pairs
 from pipefit.run.wiring import channel_pairs
 from pipefit.run.worker import Frozen, Worker, lane_of
+from pipefit.schedule.frozen import with_backward
 from pipefit.shard.apart import check_apart
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,8 +87,9 @@ def build_worker(
     uses = _tied_uses(plan, model, programs_of)
     dtype = DTYPES[plan.job.precision]
     gradient_dtype = torch.promote_types(dtype, torch.float32)
+    trained = with_backward(plan.order.schedule())
     programs = {
-        stage: _program(plan, model, stage, programs_of[stage], place, comms, dtype)
+        stage: _program(plan, model, stage, programs_of[stage], place, comms, dtype, trained)
         for stage, lane in enumerate(plan.order.placement)
         if lane == place.lane
     }
@@ -118,6 +121,7 @@ def build_worker(
         shape_of=edge_shapes(plan, model),
         optimizer=optimizer,
         master_dtype=gradient_dtype,
+        loss_modules=[module.name for module in model.modules if loss_of(model, module)],
         frozen=frozen,
     )
 
@@ -143,6 +147,14 @@ def make_groups(plan: Plan, model: Model, comms: Comms) -> None:
 
 def check_runnable(plan: Plan) -> None:
     """Raises PlanError for what plans can express and the worker does not run yet."""
+    packed = [space.name for space in plan.spaces if not space.tokens]
+    if packed and len(plan.order.slices) > 1:
+        raise PlanError(
+            "Packed images are not cut into slices of tokens.",
+            where="order.slices",
+            seen=f"{len(plan.order.slices)} slices, with the packed space {packed[0]!r}",
+            allowed="one slice: the whole sequence",
+        )
     for index, stage in enumerate(plan.stages):
         if stage.microbatch_multiple != 1:
             raise PlanError(
@@ -186,16 +198,29 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
 
 
 def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ...]]:
-    """The global shape of one microbatch's slice of an edge's tensor; slice -1 is the whole sequence."""
-    rows = plan.job.batch // plan.order.microbatches
+    """The global shape of one microbatch's slice of an edge's tensor; slice -1 is the whole sequence. In a packed space
+    tokens differ from microbatch to microbatch: here there is one for every row."""
+    spaces = {space.name: space for space in plan.spaces}
 
     def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
-        tokens = plan.job.sequence if slice_ < 0 else plan.order.slices[slice_]
         graph = model.layer_graph(_layers(model, plan.stages[edge.source])[-1])
         tensor = graph.tensor(edge.tensor or graph.outputs[0])
+        rows = plan.job.batch // plan.order.microbatches
+        if packed_space(plan, edge):
+            return 1, rows, int(tensor.shape[-1])
+        space = spaces[plan.stages[edge.source].space]
+        tokens = plan.job.sequence if slice_ < 0 else plan.order.slices[slice_]
+        if space.tokens != plan.job.sequence:
+            rows, tokens = space.rows // plan.order.microbatches, space.tokens
         return tuple(size_value(size, {"B": rows, "T": tokens}) for size in tensor.shape)
 
     return shape_of
+
+
+def loss_of(model: Model, module: Module) -> str:
+    """The name of the loss that the module ends with, alone or beside what it hands on; '' where there is none."""
+    graph = model.layer_graph(module.layers[-1])
+    return next((name for name in graph.outputs if graph.tensor(name).shape == ()), "")
 
 
 def _program(
@@ -206,6 +231,7 @@ def _program(
     place: Place,
     comms: Comms,
     dtype: torch.dtype,
+    trained: Collection[int],
 ) -> StageProgram:
     stage = plan.stages[index]
     axis = place.group.axis("shard")
@@ -230,8 +256,19 @@ def _program(
         first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
         slices=len(plan.order.slices),
         modules=_opaque_modules(model, layers, place.torch_device),
+        backward=index in trained,
+        input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
+        side_loss=_side_loss(model, stage),
     )
     return paced(program)
+
+
+def _side_loss(model: Model, stage: Stage) -> str:
+    """The loss that the stage makes beside the hidden state that it hands to another module."""
+    module = _module(model, stage)
+    ends = stage.layers[1] == len(module.layers)
+    loss = loss_of(model, module) if ends else ""
+    return "" if ends and model.layer_graph(module.layers[-1]).outputs[0] == loss else loss
 
 
 def _opaque_modules(

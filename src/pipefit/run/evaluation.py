@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.plan.types import Edge
+from pipefit.run.cells import Cell, Operation
 from pipefit.run.feed import Feed
-from pipefit.run.wiring import Cell, Operation, Wiring
-from pipefit.run.worker import Worker, last_stage
+from pipefit.run.packed import Counts
+from pipefit.run.wiring import Wiring
+from pipefit.run.worker import Worker
 from pipefit.schedule.actions import Action
 
 
@@ -43,22 +45,24 @@ class Evaluation:
                 self.operations.append(self.wiring.send(action))
             else:
                 self.operations.append(self.wiring.receive(action))
-        self.feeds: Sequence[Feed] = ()
-        self.loss = torch.zeros((), dtype=torch.float64, device=worker.torch_device)
+        self.feeds: Mapping[int, Sequence[Feed]] = {}
+        self.losses = torch.zeros(len(worker.loss_modules), dtype=torch.float64, device=worker.torch_device)
 
-    def run(self, feeds: Sequence[Feed]) -> Tensor:
+    def run(self, feeds: Mapping[int, Sequence[Feed]], counts: Counts) -> Tensor:
+        """The summed losses over all ranks, one for each of the worker's `loss_modules`."""
         self.feeds = feeds
-        self.loss.zero_()
+        self.losses.zero_()
+        self.wiring.begin_step(counts)
         for operation in self.operations:
             operation()
         self.wiring.flush()
         if self.worker.world is not None:
-            dist.all_reduce(self.loss, group=self.worker.world)
-        return self.loss.clone()
+            dist.all_reduce(self.losses, group=self.worker.world)
+        return self.losses.clone()
 
     def _forward(self, action: Action) -> Operation:
-        worker, microbatch = self.worker, action.microbatch
-        call = worker.programs[action.stage].evaluate
+        worker, stage, microbatch = self.worker, action.stage, action.microbatch
+        call = worker.programs[stage].evaluate
 
         def cells(incoming: bool) -> list[tuple[str, Cell]]:
             return [
@@ -68,13 +72,14 @@ class Evaluation:
             ]
 
         takes, gives = cells(True), cells(False)
-        adds_loss = action.stage == last_stage(worker.plan) and worker.first_shard
+        adds_loss = worker.programs[stage].has_loss and worker.first_shard
+        place = worker.loss_place(stage) if adds_loss else 0
 
         def forward() -> None:
-            outputs = call({name: cell.take() for name, cell in takes}, self.feeds[microbatch])
+            outputs = call({name: cell.take() for name, cell in takes}, self.feeds[stage][microbatch])
             for name, cell in gives:
                 cell.tensor = outputs[name]
             if adds_loss:
-                self.loss += outputs["loss"]
+                self.losses[place] += outputs["loss"]
 
         return forward

@@ -33,9 +33,10 @@ class Stretch:
         self.produced = tuple(produced)
         self.consumed = tuple(dict.fromkeys(name for name in used if name not in produced))
 
-    def forward(self, record: Record, x: torch.Tensor | None) -> torch.Tensor:
-        """Run the layers on the hidden state (or None); keep in the record what the backward needs."""
-        leaf = None if x is None else x.detach().requires_grad_()
+    def forward(self, record: Record, x: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
+        """Run the layers on the hidden state (or None); keep in the record what the backward needs. `wanted`: whether
+        somebody before asks for the gradient of the hidden state."""
+        leaf = None if x is None else x.detach().requires_grad_(wanted)
         extras = {name: record.extras[name].detach().requires_grad_() for name in self.consumed}
         if self.again:
             with torch.no_grad():

@@ -25,6 +25,9 @@ from pipefit.run.stage_record import Record
 
 Tensors = dict[str, torch.Tensor]
 
+LOSS = "loss"
+"""The key of a stage's loss among its outputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageLayer:
@@ -40,8 +43,9 @@ class StageLayer:
 class StageProgram:
     """The executable form of consecutive layers on one device.
 
-    Hidden states are (B, T, D) under the key ''; the last stage returns `loss`, a scalar in float32 or wider, the sum
-    over its labels. A record of every forward is kept until its B or W, under (microbatch, slice).
+    Hidden states are (B, T, D) under the key ''; the last stage of a module that has one returns `loss`, a scalar in
+    float32 or wider, the sum over its labels, alone or beside the hidden state for another module. A record of every
+    forward is kept until its B or W, under (microbatch, slice).
     """
 
     def __init__(
@@ -57,10 +61,15 @@ class StageProgram:
         slices: int = 1,
         modules: Mapping[str, torch.nn.Module] | None = None,
         backend: str | None = "auto",
+        backward: bool = True,
+        input_gradient: bool = True,
+        side_loss: str = "",
     ) -> None:
         """`dtype` is that of computing; `slices` is how many slices a microbatch comes in; `first_layer_index` is
         the place of the first layer in the model; `modules` are the user's own, for opaque operators; `backend`
-        compiles pointwise regions (a name that torch.compile knows, None for eager; auto: inductor on CUDA)."""
+        compiles pointwise regions (a name that torch.compile knows, None for eager; auto: inductor on CUDA).
+        Without `backward` nothing is kept of a forward: the stage and all before it are frozen; without
+        `input_gradient` all before it are. `side_loss`: the last layer's name for a loss beside the hidden state."""
         self.layers = tuple(layers)
         self.recompute = recompute
         self.device = torch.device(device)
@@ -75,6 +84,9 @@ class StageProgram:
             self._compile(place, layer, seed, first_layer_index + place, modules) for place, layer in enumerate(layers)
         ]
         self.stretches: list[Stretch] = stretches(self.layers, self.functions, recompute)
+        self.keeps, self.input_gradient = backward, input_gradient
+        self.side_loss = side_loss
+        self.has_loss = self.functions[-1].returns_loss or bool(side_loss)
         self.divisor = 1
         self.step = 0
         self._seed_gradient: torch.Tensor | None = None
@@ -114,24 +126,29 @@ class StageProgram:
                 bind_buffer(parameter, buffer)
         self._bound = True
 
-    def begin_step(self, step: int, divisor: int) -> None:
-        """Start an iteration: `divisor` is the number of labels that count in the whole step."""
+    def begin_step(self, step: int, divisor: int, weight: float = 1.0) -> None:
+        """Start an iteration: `divisor` is the number of labels that count in the whole step, `weight` that of this
+        stage's loss among those of several modules."""
         assert not self._records, f"microbatches without their backward: {sorted(self._records)}"
         self.step, self.divisor = step, divisor
         first = self.shard is None or self.shard.position == 0
         wide = torch.promote_types(self.dtype, torch.float32)
-        self._seed_gradient = torch.full((), 1.0 / divisor if first else 0.0, dtype=wide, device=self.device)
+        self._seed_gradient = torch.full((), weight / divisor if first else 0.0, dtype=wide, device=self.device)
 
     def forward(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
         """Run the stage on one slice; returns its outputs, detached. Slices of a microbatch come in order."""
         assert slice_ < self.slices, f"slice {slice_} of a stage made for {self.slices}"
         record = self._record(microbatch, slice_, inputs, feed, train=True)
+        if not self.keeps:
+            with torch.no_grad():
+                return self._through(record, inputs)
         if self.slices > 1:
             record.past = self._past.setdefault(microbatch, {})
         self._records[microbatch, slice_] = record
-        x = inputs.get("")
+        x, wanted = inputs.get(""), self.input_gradient
         for stretch in self.stretches:
-            x = stretch.forward(record, x)
+            x = stretch.forward(record, x, wanted)
+            wanted = True
         record.masks.clear()
         return self._outputs(record, x)
 
@@ -159,7 +176,10 @@ class StageProgram:
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, feed: Feed) -> Tensors:
         """Forward only, nothing kept, dropout off. With slices, the whole sequence is given at once."""
-        record = self._record(-1, 0, inputs, feed, train=False)
+        return self._through(self._record(-1, 0, inputs, feed, train=False), inputs)
+
+    def _through(self, record: Record, inputs: Tensors) -> Tensors:
+        """The layers one after the other, nothing kept."""
         x = inputs.get("")
         for function in self.functions:
             x = function.call(record, x)
@@ -167,28 +187,26 @@ class StageProgram:
 
     def _record(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed, train: bool) -> Record:
         record = Record(microbatch, slice_, feed, train)
-        extent = feed.positions if feed.positions is not None else feed.tokens
-        if extent is None:
-            extent = feed.labels if feed.labels is not None else inputs.get("", feed.rows)
-        assert extent is not None, "neither inputs nor a feed that says how many rows there are"
-        record.rows = extent.shape[0] if feed.rows is None else len(feed.rows)
-        record.tokens = extent.shape[1] if extent.dim() > 1 else 1
+        record.rows, record.tokens = feed.extent(inputs.get(""))
         if len(inputs) > ("" in inputs):
             record.extras = {name: tensor for name, tensor in inputs.items() if name}
         return record
 
     def _outputs(self, record: Record, x: torch.Tensor | None) -> Tensors:
         assert x is not None
-        outputs = {"loss" if self.functions[-1].returns_loss else "": x.detach()}
+        outputs = {LOSS if self.functions[-1].returns_loss else "": x.detach()}
         for name in record.extras:
-            outputs[name] = record.extras[name].detach()
+            outputs[LOSS if name == self.side_loss else name] = record.extras[name].detach()
         return outputs
 
     def _run_back(self, record: Record, gradients: Tensors, done: Callable[[int], None] | None) -> Tensors:
         assert self._bound, "bind_gradients before the first backward"
-        dx = self._seed_gradient if self.functions[-1].returns_loss else gradients[""]
-        assert dx is not None, "begin_step before the first backward"
+        seed = self._seed_gradient
+        assert seed is not None, "begin_step before the first backward"
+        dx = seed if self.functions[-1].returns_loss else gradients[""]
         extra_gradients = {name: value for name, value in gradients.items() if name}
+        if self.side_loss:
+            extra_gradients[self.side_loss] = seed
         for stretch in reversed(self.stretches):
             dx = stretch.backward(record, dx, extra_gradients, done)
         record.cache.clear()

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipefit.errors import PlanError
-from pipefit.layout import AxisName, Box, Form, Group, holding, moves, parse_form
+from pipefit.layout import AxisName, Box, Form, Group, Run, holding, moves, parse_form
+
+ReplicaRuns = tuple[Sequence[Run], Sequence[Run]]
+"""What the replicas of the sender and of the receiver hold of a tensor, where their shares do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ def outgoing(
     target: Group,
     received: Sequence[str],
     device: int,
+    runs: ReplicaRuns | None = None,
 ) -> Outgoing:
     """The messages that `device` of `source` sends of a tensor of global `shape`.
 
@@ -64,27 +68,25 @@ def outgoing(
     """
     held, leaves = _forms(sent), _forms(wire)
     sum_over = _partial_axes(source, held, leaves)
-    own = holding(shape, source, held, device)
-    pieces = tuple(
-        _piece(move.target, move.box, own)
-        for move in moves(shape, source, leaves, target, _forms(received))
-        if move.source == device
-    )
-    return Outgoing(sum_over, _lengths(own), pieces)
+    own = holding(shape, source, held, device, None if runs is None else runs[0])
+    found = moves(shape, source, leaves, target, _forms(received), sender=device, replica_runs=runs)
+    return Outgoing(sum_over, _lengths(own), tuple(_piece(move.target, move.box, own) for move in found))
 
 
 def incoming(
-    shape: Sequence[int], source: Group, wire: Sequence[str], target: Group, received: Sequence[str], device: int
+    shape: Sequence[int],
+    source: Group,
+    wire: Sequence[str],
+    target: Group,
+    received: Sequence[str],
+    device: int,
+    runs: ReplicaRuns | None = None,
 ) -> Incoming:
     """The messages that `device` of `target` receives of a tensor of global `shape`."""
     leaves, wanted = _forms(wire), _forms(received)
-    own = holding(shape, target, wanted, device)
-    pieces = tuple(
-        _piece(move.source, move.box, own)
-        for move in moves(shape, source, leaves, target, wanted)
-        if move.target == device
-    )
-    return Incoming(_lengths(own), pieces, not pieces)
+    own = holding(shape, target, wanted, device, None if runs is None else runs[1])
+    found = moves(shape, source, leaves, target, wanted, receiver=device, replica_runs=runs)
+    return Incoming(_lengths(own), tuple(_piece(move.source, move.box, own) for move in found), not found)
 
 
 def _partial_axes(source: Group, sent: Sequence[Form], wire: Sequence[Form]) -> tuple[AxisName, ...]:

@@ -3,7 +3,8 @@
 A `Cell` carries one tensor from the action that makes it to the action that uses it. Between stages on one device
 that is all there is to a transfer; between devices a SEND empties the cell and a RECV fills it. A receive buffer is
 made when its receive is posted and is the consumer's from then on that it takes it: what a forward saves of its input
-is that buffer. What is received in several pieces is put together when the consumer takes it.
+is that buffer. What is received in several pieces is put together when the consumer takes it. Tensors of packed spaces
+differ in length: what their transfers move follows from the step's counts (`begin_step`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,53 +22,13 @@ from torch import Tensor
 from pipefit.errors import PlanError
 from pipefit.layout import Group
 from pipefit.plan.types import Edge, Plan
+from pipefit.run.cells import Cell, Joint, Operation
 from pipefit.run.comms import Channel, Comms
-from pipefit.run.transfers import Incoming, Outgoing, incoming, outgoing
+from pipefit.run.packed import Counts, TokenRuns, packed_space
+from pipefit.run.packed_wires import Longest, Settled, packed_receive, packed_send
+from pipefit.run.transfers import Incoming, Outgoing, ReplicaRuns, incoming, outgoing
 from pipefit.schedule.actions import Action
 from pipefit.schedule.messages import channel, windows
-
-Operation = Callable[[], None]
-
-
-class Cell:
-    """A place for one tensor on its way. `work` is the message that fills it, until somebody has waited for it."""
-
-    __slots__ = ("tensor", "work")
-
-    def __init__(self) -> None:
-        self.tensor: Tensor | None = None
-        self.work: Any = None
-
-    def arrive(self) -> None:
-        """Wait for the message, if there is one."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-    def take(self) -> Tensor:
-        """The tensor, once it has arrived; the cell lets go of it."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        tensor, self.tensor = self.tensor, None
-        assert tensor is not None, "a tensor was used before it was made"
-        return tensor
-
-
-class _Joint:
-    """Several messages that make up one tensor."""
-
-    __slots__ = ("copies", "works")
-
-    def __init__(self, works: list[Any], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.works = works
-        self.copies = copies
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        for target, scratch in self.copies:
-            target.copy_(scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +41,21 @@ class Direction:
     wire: tuple[str, ...]
     received: tuple[str, ...]
     tag: int
+    ends: tuple[int, int]
+    "The stages that send and receive."
+    space: str
+    "The packed space of the tensor; '' where its shape is fixed."
 
-    def sends(self, shape: Sequence[int], device: int) -> Outgoing:
-        return outgoing(shape, self.sender, self.sent, self.wire, self.receiver, self.received, device)
+    def sends(self, shape: Sequence[int], device: int, runs: ReplicaRuns | None = None) -> Outgoing:
+        return outgoing(shape, self.sender, self.sent, self.wire, self.receiver, self.received, device, runs)
 
-    def receives(self, shape: Sequence[int], device: int) -> Incoming:
-        return incoming(shape, self.sender, self.wire, self.receiver, self.received, device)
+    def receives(self, shape: Sequence[int], device: int, runs: ReplicaRuns | None = None) -> Incoming:
+        return incoming(shape, self.sender, self.wire, self.receiver, self.received, device, runs)
+
+    def packed(self, shape: Sequence[int], tokens: TokenRuns, microbatch: int) -> tuple[tuple[int, ...], ReplicaRuns]:
+        """(global shape, runs of both sides' replicas) of a packed tensor in a microbatch."""
+        one, two = (tokens.of(self.space, stage, microbatch) for stage in self.ends)
+        return (shape[0], tokens.tokens(self.space, microbatch), *shape[2:]), (one, two)
 
 
 def directions(plan: Plan) -> dict[tuple[int, int, str, str], Direction]:
@@ -94,8 +65,9 @@ def directions(plan: Plan) -> dict[tuple[int, int, str, str], Direction]:
         source, target = (plan.groups[plan.stages[s].group].group() for s in (edge.source, edge.target))
         f, b = edge.forward, edge.gradient
         key = (edge.source, edge.target, edge.tensor)
-        result[*key, "F"] = Direction(source, target, f.sent, f.wire, f.received, 2 * index)
-        result[*key, "B"] = Direction(target, source, b.sent, b.wire, b.received, 2 * index + 1)
+        ahead, back, space = (edge.source, edge.target), (edge.target, edge.source), packed_space(plan, edge)
+        result[*key, "F"] = Direction(source, target, f.sent, f.wire, f.received, 2 * index, ahead, space)
+        result[*key, "B"] = Direction(target, source, b.sent, b.wire, b.received, 2 * index + 1, back, space)
     return result
 
 
@@ -107,15 +79,19 @@ def transfer_key(action: Action) -> tuple[int, int, str, str]:
 
 
 def channel_pairs(plan: Plan, shape_of: Callable[[Edge], Sequence[int]]) -> list[tuple[int, int]]:
-    """Every directed pair of devices that some edge uses (device numbers, not ranks)."""
+    """Every directed pair of devices that some edge uses in some step (device numbers, not ranks)."""
     edges = {(edge.source, edge.target, edge.tensor): edge for edge in plan.edges}
+    tokens = TokenRuns(plan)
     pairs = []
     for (source, target, tensor, _), way in directions(plan).items():
         if plan.order.placement[source] == plan.order.placement[target]:
             continue
-        shape = shape_of(edges[source, target, tensor])
+        shape: Sequence[int] = shape_of(edges[source, target, tensor])
+        runs = None
+        if way.space:
+            shape, runs = way.packed(shape, tokens, 0)
         for device in way.sender.devices:
-            pairs += [(device, piece.peer) for piece in way.sends(shape, device).pieces]
+            pairs += [(device, piece.peer) for piece in way.sends(shape, device, runs).pieces]
     return pairs
 
 
@@ -147,7 +123,17 @@ class Wiring:
         self._queues: dict[object, deque[tuple[Any, Tensor]]] = {}
         self._lanes = plan.order.schedule().lanes
         self._windows: dict[int, Mapping[tuple[object, ...], int]] = {}
+        self._tokens = TokenRuns(plan)
+        self._longest: dict[object, Longest] = {}
+        self._settled: list[Settled[Any]] = []
         self._check_local_edges()
+
+    def begin_step(self, counts: Counts) -> None:
+        """Settle what the packed tensors of a step look like, before its first action."""
+        if self._tokens.spaces:
+            self._tokens.set(counts)
+            for settled in self._settled:
+                settled.settle()
 
     def cell(self, key: tuple[int, int, str, str], microbatch: int, slice_: int) -> Cell:
         """The cell of one tensor of one edge in one direction."""
@@ -157,23 +143,30 @@ class Wiring:
         """The operation of a SEND."""
         key = transfer_key(action)
         way = self._directions[key]
-        out = way.sends(self._shape(key, action.slice), self.device)
         cell = self.cell(key, action.microbatch, action.slice)
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = deque()
             self.queues.append(queue)
         own = self.ranks[self.device]
+
+        def adds(out: Outgoing) -> Any:
+            if not out.sum_over:
+                return None
+            return self.comms.group([self.ranks[d] for d in way.sender.along(self.device, out.sum_over)])
+
+        if way.space:
+            settled = self._settle(key, lambda: self._packed(way.sends, way, key, action))
+            reach = partial(self._channel_to, way.tag)
+            return packed_send(cell, queue, self._window(action), settled, reach, adds(settled.now))
+        out = way.sends(self._shape(key, action.slice), self.device)
         pieces = []
         for piece in out.pieces:
             channel = self.comms.channel(own, self.ranks[piece.peer], way.tag)
             box = None if piece.whole else tuple(slice(start, stop) for start, stop in piece.box)
             pieces.append((channel[0].send, channel[1], channel[2], box))
         window = max(1, len(pieces)) * self._window(action)
-        summed = None
-        if out.sum_over:
-            members = way.sender.along(self.device, out.sum_over)
-            summed = self.comms.group([self.ranks[d] for d in members])
+        summed = adds(out)
         if summed is None and len(pieces) == 1 and pieces[0][3] is None:
             return _plain_send(cell, queue, window, *pieces[0][:3])
         return _general_send(cell, queue, window, pieces, summed)
@@ -182,9 +175,13 @@ class Wiring:
         """The operation of a RECV into a buffer of its own."""
         key = transfer_key(action)
         way = self._directions[key]
-        got = way.receives(self._shape(key, action.slice), self.device)
         cell = self.cell(key, action.microbatch, action.slice)
         own = self.ranks[self.device]
+        if way.space:
+            settled = self._settle(key, lambda: self._packed(way.receives, way, key, action))
+            reach = partial(self._channel_from, way.tag)
+            return packed_receive(cell, settled, reach, self.dtype, self.torch_device)
+        got = way.receives(self._shape(key, action.slice), self.device)
         channels = [self.comms.channel(self.ranks[piece.peer], own, way.tag) for piece in got.pieces]
         if not got.zero and len(got.pieces) == 1 and got.pieces[0].whole:
             return self._plain_receive(cell, got.shape, *channels[0])
@@ -221,10 +218,26 @@ class Wiring:
                     copies.append((part, scratch))
                     part = scratch
                 works.append(group.recv([part], peer, tag))
-            cell.work = _Joint(works, copies) if works else None
+            cell.work = Joint(works, copies) if works else None
             cell.tensor = buffer
 
         return receive
+
+    def _settle(self, key: object, find: Callable[[], Any]) -> Settled[Any]:
+        settled = Settled(find, self._longest.setdefault(key, Longest()))
+        self._settled.append(settled)
+        return settled
+
+    def _packed(self, half: Callable[..., Any], way: Direction, key: tuple[int, int, str, str], action: Action) -> Any:
+        """Our half of a packed transfer, by the counts as they are now."""
+        shape, runs = way.packed(self._shape(key, action.slice), self._tokens, action.microbatch)
+        return half(shape, self.device, runs)
+
+    def _channel_to(self, tag: int, device: int) -> Channel:
+        return self.comms.channel(self.ranks[self.device], self.ranks[device], tag)
+
+    def _channel_from(self, tag: int, device: int) -> Channel:
+        return self.comms.channel(self.ranks[device], self.ranks[self.device], tag)
 
     def _window(self, action: Action) -> int:
         """How many messages of a channel may be under way: as many as the receiver has open receives at once."""

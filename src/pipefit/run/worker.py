@@ -21,14 +21,17 @@ from pipefit.errors import PlanError
 from pipefit.layout import Box, Group
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.buckets import Bucket
+from pipefit.run.cells import Cell, Operation
 from pipefit.run.comms import Comms
 from pipefit.run.feed import Feed
 from pipefit.run.norm import clip_factor, counts, sum_of_squares
 from pipefit.run.optimizer import AdamW, OptimizerConfig, learning_rate
+from pipefit.run.packed import Counts
 from pipefit.run.reduce import Reducer
 from pipefit.run.stage import StageProgram
-from pipefit.run.wiring import Cell, Operation, Wiring
+from pipefit.run.wiring import Wiring
 from pipefit.schedule.actions import Action
+from pipefit.schedule.frozen import with_backward
 from pipefit.simulate.timeline import Span
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 
 Feeds = Sequence[Sequence[Feed]]
 """feeds[microbatch][slice] of this rank."""
+
+Divisors = int | Mapping[str, int]
+"""What losses are divided by: of the only loss, or by module."""
 
 Frozen = tuple[tuple[int, ...], Box, Tensor, bool]
 """Of a parameter that is not trained: global shape, the box held here, the tensor, whether this lane saves it."""
@@ -46,7 +52,7 @@ class StepResult:
     """What a step gave, still on the device: reading a value waits for it."""
 
     loss: Tensor
-    "Mean over the labels of the step, float64, the same on all ranks."
+    "Mean over the labels of the step, float64, the same on all ranks; of several modules, the weighted sum of means."
     grad_norm: Tensor
     "Global, before clipping, float64."
     lr: float
@@ -80,6 +86,7 @@ class Worker:
         shape_of: Callable[[Edge, int], Sequence[int]],
         optimizer: OptimizerConfig,
         master_dtype: torch.dtype,
+        loss_modules: Sequence[str],
         frozen: Mapping[str, Frozen] | None = None,
     ) -> None:
         self.plan, self.device, self.ranks = plan, device, ranks
@@ -91,7 +98,9 @@ class Worker:
         self.config = optimizer
         self.lane = lane_of(plan, device)
         self.group: Group = plan.lane_group(self.lane)
-        self.actions = plan.order.schedule().lanes[self.lane]
+        schedule = plan.order.schedule()
+        self.actions = schedule.lanes[self.lane]
+        self.trained = with_backward(schedule)
         self.wiring = Wiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
         self.optimizers = [_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
         self.pace: Callable[[Action, float], None] | None = None
@@ -103,9 +112,14 @@ class Worker:
         "The last traced step, as the simulator's timeline has it: seconds since this rank began the step."
         self.trace_waits_s: list[float] = []
         "Of each action of `trace`, the seconds at its beginning that it waited for messages."
-        self._feeds: Feeds = ()
-        self._loss = torch.zeros((), dtype=torch.float64, device=torch_device)
-        self._scalars = torch.zeros(2, dtype=torch.float64, device=torch_device)
+        self.loss_modules = tuple(loss_modules)
+        "The modules that make a loss, in order: what loss vectors are about."
+        weights = plan.model.config.get("loss_weights", {})
+        self.loss_weights = {name: float(weights.get(name, 1.0)) for name in self.loss_modules}
+        self._feeds: Mapping[int, Feeds] = {}
+        count = len(self.loss_modules)
+        self._losses = torch.zeros(count, dtype=torch.float64, device=torch_device)
+        self._scalars = torch.zeros(1 + count, dtype=torch.float64, device=torch_device)
         self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._lr, self._count = 0.0, 0
         self._counted = [counts(bucket, self.group, device) for bucket in buckets]
@@ -114,15 +128,21 @@ class Worker:
         self._operations = self._compile(self.actions)
         self._evaluation: Evaluation | None = None
 
-    def step(self, feeds: Feeds, step: int, divisor: int) -> StepResult:
-        """One training step. `feeds` as the step plan gives them to this rank; `divisor` the labels of the step."""
-        self._feeds = feeds
+    def step(
+        self, feeds: Feeds | Mapping[int, Feeds], step: int, divisor: Divisors, counts: Counts | None = None
+    ) -> StepResult:
+        """One training step. `feeds` as the step plan gives them to this rank: those of all its stages, or by stage;
+        `divisor` the labels of the step; `counts` the tokens that every sample of the batch has in packed spaces."""
+        self._feeds = self.by_stage(feeds)
         self._lr, self._count = learning_rate(self.config, step), step + 1
-        self._loss.zero_()
+        self._losses.zero_()
         self._scalars.zero_()
         self.reducer.zero()
-        for program in self.programs.values():
-            program.begin_step(step, divisor)
+        self.wiring.begin_step(counts or {})
+        divisors = self._divisors(divisor)
+        for stage, program in self.programs.items():
+            module = self.plan.stages[stage].module
+            program.begin_step(step, divisors.get(module, 1), self.loss_weights.get(module, 1.0))
         if self.tracing or self.pace is not None:
             self._walk_slowly()
         else:
@@ -130,21 +150,38 @@ class Worker:
                 operation()
         self.wiring.flush()
         self.reducer.finish_gathers()
-        self._feeds = ()
-        return StepResult(self._scalars[1] / divisor, self._norm.clone(), self._lr)
+        self._feeds = {}
+        return StepResult(self.mean_loss(self._scalars[1:], divisors), self._norm.clone(), self._lr)
 
-    def evaluate(self, feeds: Sequence[Feed]) -> Tensor:
-        """The summed loss of one batch, forward only: `feeds[microbatch]` hold whole sequences, also under slices."""
+    def evaluate(self, feeds: Sequence[Feed] | Mapping[int, Sequence[Feed]], counts: Counts | None = None) -> Tensor:
+        """The summed losses of one batch, one for each of `loss_modules`, forward only: `feeds[microbatch]`, or those
+        by stage, hold whole sequences, also under slices."""
         from pipefit.run.evaluation import Evaluation
 
         if self._evaluation is None:
             self._evaluation = Evaluation(self, self._shape_of)
-        return self._evaluation.run(feeds)
+        return self._evaluation.run(self.by_stage(feeds), counts or {})
 
     @property
     def local_loss(self) -> Tensor:
         """The summed loss of the last step over this rank's own rows; zero where it holds no loss."""
-        return self._loss
+        return self._losses.sum()
+
+    def mean_loss(self, losses: Tensor, divisor: Divisors) -> Tensor:
+        """What training minimises, shape (): the sum over modules of weight x summed loss / divisor."""
+        divisors = self._divisors(divisor)
+        means = [losses[at] / divisors[name] * self.loss_weights[name] for at, name in enumerate(self.loss_modules)]
+        return torch.stack(means).sum()
+
+    def by_stage(self, feeds: Any) -> Mapping[int, Any]:
+        """Feeds by stage: where they are not, all stages of this rank read the same."""
+        return feeds if isinstance(feeds, Mapping) else dict.fromkeys(self.programs, feeds)
+
+    def _divisors(self, divisor: Divisors) -> Mapping[str, int]:
+        if isinstance(divisor, Mapping):
+            return divisor
+        assert len(self.loss_modules) == 1, f"one divisor for the losses of {self.loss_modules}"
+        return {self.loss_modules[0]: divisor}
 
     def _walk_slowly(self) -> None:
         clock, trace, waits = self.clock, [], []
@@ -201,15 +238,16 @@ class Worker:
         call = self.programs[stage].forward
         takes = self._cells(action, incoming=True, way="F")
         gives = self._cells(action, incoming=False, way="F")
-        adds_loss = stage == last_stage(self.plan) and self.first_shard
+        adds_loss = self.programs[stage].has_loss and self.first_shard
+        place = self.loss_place(stage) if adds_loss else 0
 
         def forward() -> None:
             inputs = {name: cell.take() for name, cell in takes}
-            outputs = call(microbatch, slice_, inputs, self._feeds[microbatch][slice_])
+            outputs = call(microbatch, slice_, inputs, self._feeds[stage][microbatch][slice_])
             for name, cell in gives:
                 cell.tensor = outputs[name]
             if adds_loss:
-                self._loss += outputs["loss"]
+                self._losses[place] += outputs["loss"]
 
         return forward
 
@@ -237,6 +275,10 @@ class Worker:
                 cell.tensor = outputs[name]
 
         return backward if len(set(names)) == len(names) else backward_of_many
+
+    def loss_place(self, stage: int) -> int:
+        """Where the losses of a stage's module stand in loss vectors."""
+        return self.loss_modules.index(self.plan.stages[stage].module)
 
     def _weight(self, action: Action) -> Operation:
         microbatch, slice_ = action.microbatch, action.slice
@@ -277,7 +319,7 @@ class Worker:
         self.reducer.finish()
         pieces = [b.gradients[slice(*b.owned)] for b, own in zip(self.buckets, self._counted, strict=True) if own]
         self._scalars[0] = sum_of_squares(pieces, self.torch_device)
-        self._scalars[1] = self._loss
+        self._scalars[1:] = self._losses
         if self.world is not None:
             dist.all_reduce(self._scalars, group=self.world)
         self._norm = self._scalars[0].sqrt()
@@ -293,6 +335,8 @@ class Worker:
     def _cells(self, action: Action, incoming: bool, way: str) -> list[tuple[str, Cell]]:
         """The cells of the stage's in-edges or out-edges for the tensor (way F) or its gradient (way B)."""
         edges = [e for e in self.plan.edges if (e.target if incoming else e.source) == action.stage]
+        if way == "B":
+            edges = [e for e in edges if e.source in self.trained]
         return [
             (e.tensor, self.wiring.cell((e.source, e.target, e.tensor, way), action.microbatch, action.slice))
             for e in edges

@@ -2,7 +2,8 @@
 
 Rules, for every stage: every F, and every B or I and W, exactly once per (microbatch, slice), on the stage's lane; F
 before B or I, I before W; the slices of a microbatch forward in ascending and backward in descending order (keys and
-values flow forward, their gradients back). Between stages: some order satisfies all dependencies. In a lowered
+values flow forward, their gradients back). Stages that are said to be frozen may do without a backward: then there is
+none, and no gradient comes to them. Between stages: some order satisfies all dependencies. In a lowered
 schedule also: every tensor that crosses lanes is sent once, after it was made, and received once, before it is used;
 reductions come after the stage's last backward, NORM after the reductions, STEP after NORM.
 
@@ -11,28 +12,30 @@ Whether the transfers can hang is another question: see `pipefit.schedule.deadlo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import COMPUTE, TRANSFER, Action, Schedule
 from pipefit.schedule.draw import Cell, bad_cell
+from pipefit.schedule.frozen import with_backward
 from pipefit.schedule.problem import Edge, chain
 
 Unit = tuple[int, int, int]
 """(stage, microbatch, slice)."""
 
 
-def check(schedule: Schedule, edges: Sequence[Edge] | None = None) -> None:
+def check(schedule: Schedule, edges: Sequence[Edge] | None = None, frozen: Collection[int] = ()) -> None:
     """Raise ScheduleError, with a drawing, unless the schedule is valid.
 
     `edges` is the DAG of stages. Default: the chain; for a lowered schedule the edges that its transfers name, and
-    the chain's edge into every stage that no transfer leads to.
+    the chain's edge into every stage that no transfer leads to. `frozen`: stages that may do without a backward.
     """
     _check_shape(schedule)
     dag = tuple(edges) if edges is not None else edges_of(schedule)
-    done = _check_compute(schedule)
+    trained = with_backward(schedule) | (frozenset(range(schedule.stages)) - frozenset(frozen))
+    done = _check_compute(schedule, trained)
     if schedule.is_lowered:
-        _Transfers(schedule, dag, done).check()
+        _Transfers(schedule, dag, done, trained).check()
         _check_once(schedule)
     check_order(schedule, dag)
 
@@ -135,7 +138,7 @@ def _check_shape(schedule: Schedule) -> None:
         )
 
 
-def _check_compute(schedule: Schedule) -> dict[tuple[str, Unit], Cell]:
+def _check_compute(schedule: Schedule, trained: Collection[int]) -> dict[tuple[str, Unit], Cell]:
     """Where every compute action stands. Raises for the first action that breaks a rule, then for missing ones."""
     done: dict[tuple[str, Unit], Cell] = {}
     for lane, step, action in schedule:
@@ -148,7 +151,7 @@ def _check_compute(schedule: Schedule) -> dict[tuple[str, Unit], Cell]:
         for microbatch in range(schedule.microbatches):
             for slice_ in range(schedule.slices):
                 unit = (stage, microbatch, slice_)
-                missing = _missing(unit, done)
+                missing = _missing(unit, done, stage in trained)
                 if missing:
                     raise bad_cell(
                         ScheduleError,
@@ -206,10 +209,10 @@ def _wrong_order(schedule: Schedule, action: Action, done: dict[tuple[str, Unit]
     return None
 
 
-def _missing(unit: Unit, done: dict[tuple[str, Unit], Cell]) -> str:
+def _missing(unit: Unit, done: dict[tuple[str, Unit], Cell], trained: bool) -> str:
     if ("F", unit) not in done:
         return str(Action("F", *unit))
-    if ("B", unit) in done:
+    if ("B", unit) in done or not trained:
         return ""
     if ("I", unit) not in done:
         return f"{Action('B', *unit)} (or {Action('I', *unit)} and {Action('W', *unit)})"
@@ -219,8 +222,14 @@ def _missing(unit: Unit, done: dict[tuple[str, Unit], Cell]) -> str:
 class _Transfers:
     """The rules for SEND and RECV."""
 
-    def __init__(self, schedule: Schedule, edges: Sequence[Edge], done: dict[tuple[str, Unit], Cell]) -> None:
-        self.schedule, self.edges, self.done = schedule, edges, done
+    def __init__(
+        self,
+        schedule: Schedule,
+        edges: Sequence[Edge],
+        done: dict[tuple[str, Unit], Cell],
+        trained: Collection[int],
+    ) -> None:
+        self.schedule, self.edges, self.done, self.trained = schedule, edges, done, trained
         self.known = set(edges)
         self.cells: dict[Action, Cell] = {}
 
@@ -243,6 +252,8 @@ class _Transfers:
         pair = (action.stage, action.peer) if ahead else (action.peer, action.stage)
         if (*pair, action.what) not in self.known:
             return f"There is no edge from stage {pair[0]} to stage {pair[1]} for {action}."
+        if action.kind.endswith("B") and pair[0] not in self.trained:
+            return f"{action} moves a gradient to stage {pair[0]}, which is frozen and has no backward."
         unit = (action.stage, action.microbatch, action.slice)
         own = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward(unit)
         assert own is not None
@@ -260,13 +271,15 @@ class _Transfers:
         schedule = self.schedule
         for m in range(schedule.microbatches):
             for k in range(schedule.slices):
+                back = source in self.trained
                 for action, user in (
                     (Action("SEND_F", source, m, k, target, tensor), self.done["F", (source, m, k)]),
                     (Action("RECV_F", target, m, k, source, tensor), self.done["F", (target, m, k)]),
-                    (Action("SEND_B", target, m, k, source, tensor), self._backward((target, m, k))),
-                    (Action("RECV_B", source, m, k, target, tensor), self._backward((source, m, k))),
+                    (Action("SEND_B", target, m, k, source, tensor), self._backward((target, m, k)) if back else None),
+                    (Action("RECV_B", source, m, k, target, tensor), self._backward((source, m, k)) if back else None),
                 ):
-                    assert user is not None
+                    if user is None:  # no gradient comes to a frozen stage
+                        continue
                     if action not in self.cells:
                         place = "behind" if action.kind.startswith("SEND") else "before"
                         what = f"{action} is missing; it must stand {place} this action."

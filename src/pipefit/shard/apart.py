@@ -2,7 +2,8 @@
 
 Rows of a step are spread over microbatches and replicas, so no operator may bring them together but the sums that end
 in the loss. The rules for splitting operators say which dimensions do not see each other; rows are followed through
-them. Of functions without a rule it is believed that a dimension of rows that stays where it is holds the same rows.
+them. Tokens that change between a sequence and a packed row belong to one row before and after: the step plan's places
+say so. Of functions without a rule it is believed that a dimension of rows that stays where it is holds the same rows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ ROWS = "B"
 
 COUNTED: Mapping[str, int] = {ROWS: 1, "T": 7919}
 """For distances between rows: a prime that is no size of a model stands for the tokens."""
+
+
+PACKED = ("I", "L")
+"""Tokens of a packed row that meet a sequence: images of all rows of the microbatch, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
             return
         states |= dict.fromkeys(operator.outputs, found)
     for name in graph.outputs:
+        if states[name] is None and shapes[name][1:2] in [(symbol,) for symbol in PACKED]:
+            continue
         wanted: State = Apart(0) if shapes[name] else Summed()
         if states[name] != wanted:
             what = "hands on what has no rows in front" if shapes[name] else "a loss that is no sum over rows"
@@ -89,6 +96,8 @@ def _after(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[Sta
     sums = {place for place, state in enumerate(states) if isinstance(state, Summed)}
     if not (rows or sums) or str(name).startswith("aten.new_"):  # of these only the type of the value is read
         return Apart(out.index(ROWS)) if ROWS in out else None
+    if operator.kind in ("put_tokens", "take_tokens"):
+        return states[0] if operator.kind == "put_tokens" else None
     labelled = labels_at(shapes, operator)
     if sums:
         if operator.kind != "cast" and (rows or sums not in [{*each} for each in labelled.linear]):

@@ -23,7 +23,7 @@ class _PutTokens(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (places,) = ctx.saved_tensors
         flat, rows = dy.reshape(-1, dy.shape[-1]), places.flatten()
-        dx = flat.index_select(0, rows).view(*places.shape, -1) if ctx.needs_input_grad[1] else None
+        dx = flat.index_select(0, rows).view(*places.shape, dy.shape[-1]) if ctx.needs_input_grad[1] else None
         dh = flat.index_fill(0, rows, 0).view(dy.shape) if ctx.needs_input_grad[0] else None
         return dh, dx, None
 

@@ -1,0 +1,71 @@
+"""What edges of packed spaces carry in one step: token runs that the counts of the step give, known before any forward.
+
+A packed tensor is (1, tokens of the microbatch, width): the images of its samples one behind the other, in the order of
+the samples. A replica of either side holds those of its own samples, so the two sides' runs along the tokens are sums
+of counts over their runs of samples, and the transfer rule moves the overlaps (reference: DistTrain's brokers, for any
+pair of replica counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipefit.data.stepplan import batch_shape
+from pipefit.errors import PlanError
+from pipefit.layout import Run
+from pipefit.plan.types import Edge, Plan
+
+Counts = Mapping[str, Sequence[int]]
+"""Packed space -> tokens of the sample at every place of the step's batch (int64[batch])."""
+
+
+def packed_space(plan: Plan, edge: Edge) -> str:
+    """The packed space that an edge's tensor lives in: that of either of its stages; '' for a tensor of fixed shape."""
+    spaces = {space.name: space for space in plan.spaces}
+    for stage in (edge.source, edge.target):
+        space = spaces[plan.stages[stage].space]
+        if not space.tokens:
+            return space.name
+    return ""
+
+
+class TokenRuns:
+    """Token runs of stages in packed spaces; those of one step, once `set` has been given its counts."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._shape = batch_shape(plan)
+        self._replicas = [len(shares) for shares in self._shape.shares]
+        self.spaces = tuple(sorted({space.name for space in plan.spaces if not space.tokens}))
+        self._starts: dict[str, list[int]] = {}
+        self.one_each()
+
+    def one_each(self) -> None:
+        """As if every sample had one token: what can meet in some step meets here."""
+        self.set({space: [1] * self._shape.batch for space in self.spaces})
+
+    def set(self, counts: Counts) -> None:
+        """Take up the counts of a step. PlanError where a space is missing, or a place of the batch."""
+        for space in self.spaces:
+            found = counts.get(space, ())
+            if len(found) != self._shape.batch:
+                raise PlanError(
+                    "The step does not say how many tokens every sample has in a packed space.",
+                    where=f"counts of {space!r}",
+                    seen=f"{len(found)} numbers",
+                    allowed=f"one for each of the {self._shape.batch} samples of the batch",
+                )
+            self._starts[space] = [0, *np.cumsum(np.asarray(found, dtype=np.int64)).tolist()]
+
+    def tokens(self, space: str, microbatch: int) -> int:
+        """Of all samples of a microbatch."""
+        rows, starts = self._shape.batch // self._shape.microbatches, self._starts[space]
+        return starts[(microbatch + 1) * rows] - starts[microbatch * rows]
+
+    def of(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
+        """The run of a microbatch's tokens that each replica of a stage holds."""
+        rows, starts = self._shape.batch // self._shape.microbatches, self._starts[space]
+        base = starts[microbatch * rows]
+        runs = (self._shape.run(stage, microbatch, replica) for replica in range(self._replicas[stage]))
+        return tuple((starts[start] - base, starts[stop] - base) for start, stop in runs)

@@ -1,0 +1,51 @@
+"""What the pool's processes run for plans of several modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import modules_toys as toys
+import numpy as np
+import torch
+from worker_cases import OPTIMIZER, comms, group_of
+
+from pipefit.model.graph import Model
+from pipefit.plan.types import Plan
+from pipefit.run.build import build_worker
+from pipefit.run.checkpoint_gather import gather_full
+from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.state import gradient_pieces, model_pieces
+from pipefit.run.worker import Worker
+
+
+def build(plan: Plan, model: Model, tagged: bool = True, optimizer: OptimizerConfig = OPTIMIZER) -> Worker:
+    """A fresh worker of this rank."""
+    return build_worker(plan, model, comms(tagged), torch.device("cpu"), optimizer)
+
+
+def train(worker: Worker, steps: range) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of steps."""
+    plan, result = worker.plan, []
+    for step in steps:
+        feeds = toys.feeds(plan, worker.device, step)
+        by = {name: value for name, value in toys.divisors(plan.job, step).items() if name in worker.loss_modules}
+        result.append(worker.step(feeds, step, by, toys.counts(plan.job, step)).read())
+    return result
+
+
+def run_steps(plan: Plan, model: Model, steps: int = 1, tagged: bool = True) -> dict[str, Any]:
+    """Losses and norms by step; the last gradients and the final parameters, on rank 0; what an evaluation says."""
+    worker = build(plan, model, tagged)
+    losses = train(worker, range(steps))
+    group = group_of(worker)
+    gradients = {n: t.numpy() for n, t in gather_full(gradient_pieces(worker), group=group) if t is not None}
+    pieces = model_pieces(worker, saving=True)
+    parameters = {n.partition("/")[2]: t.numpy() for n, t in gather_full(pieces, group=group) if t is not None}
+    return {"steps": losses, "gradients": gradients, "parameters": parameters}
+
+
+def evaluated(plan: Plan, model: Model) -> np.ndarray:
+    """Summed losses by module of batch 0, before any training."""
+    worker = build(plan, model)
+    feeds = {stage: [slices[0] for slices in made] for stage, made in toys.feeds(plan, worker.device, 0).items()}
+    return worker.evaluate(feeds, toys.counts(plan.job, 0)).numpy()

@@ -1,0 +1,90 @@
+"""Plans of several modules against one process: every mix of replica counts, frozen and trained modules, in float64."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import modules_cases as cases
+import modules_toys as toys
+import numpy as np
+import pytest
+from modules_toys import Layout
+from worker_cases import prepare
+
+from pipefit.plan.check import check_plan
+
+ALL = ("vision", "language", "generator")
+
+
+def layouts(*each: Layout):
+    return dict(zip(ALL, each, strict=False))
+
+
+LAYOUTS = {
+    "one device for all": (layouts(Layout(), Layout(), Layout()), {"together": True, "order": "gpipe"}),
+    "1, 1, 1": (layouts(Layout(), Layout(), Layout()), {}),
+    "3, 2, 1": (layouts(Layout((1,) * 3), Layout((1,) * 2), Layout()), {}),
+    "1, 3, 4": (layouts(Layout(), Layout((1,) * 3), Layout((1,) * 4)), {"microbatches": 2}),
+    "uneven 2:1, 3, 1:2": (layouts(Layout((2, 1)), Layout((1,) * 3), Layout((1, 2))), {"microbatches": 2}),
+    "4, 2, 2, zero-1": (layouts(Layout((1,) * 4), Layout((1, 1)), Layout((1, 1))), {"zero1": True}),
+    "2, 2 x 2 stages, 2": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {"order": "gpipe"}),
+    "2 stages, 2 x 2 stages, 2 stages": (layouts(Layout((1,), (1,)), Layout((1, 1), (2,)), Layout((1,), (2,))), {}),
+    "2, 3 x 2 stages": (layouts(Layout((1, 1)), Layout((1,) * 3, (2,))), {"microbatches": 4}),
+    "5, 3": (layouts(Layout((1,) * 5), Layout((1,) * 3)), {"microbatches": 1}),
+    "3, 5": (layouts(Layout((1,) * 3), Layout((1,) * 5)), {"microbatches": 2}),
+}  # fmt: skip
+
+
+@lru_cache
+def reference(names: tuple[str, ...], frozen: tuple[str, ...] = ()):
+    return toys.reference(toys.model(names, frozen))
+
+
+def run(pool, plan, model, *arguments):
+    pool.run(prepare, [(plan, model)], True, ranks=8)
+    return pool.run(cases.run_steps, plan, model, *arguments, ranks=len(plan.devices))[0]
+
+
+def agrees(found, loss: float, gradients) -> None:
+    assert found["steps"][0][0] == pytest.approx(loss, rel=1e-12)
+    assert {*found["gradients"]} == {*gradients}
+    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
+    assert found["steps"][0][1] == pytest.approx(norm, rel=1e-11), "the global norm counts a parameter not once"
+    for name, gradient in gradients.items():
+        wanted = gradient.numpy()
+        error = np.abs(found["gradients"][name] - wanted).max() / np.abs(wanted).max()
+        assert error <= 1e-10, f"{name}: {error:.3g}"
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
+    each, words = LAYOUTS[case]
+    model = toys.model(tuple(each))
+    plan = toys.plan(model, each, **words)
+    check_plan(plan, model)
+    agrees(run(gloo_pool, plan, model), *reference(tuple(each)))
+
+
+FROZEN = {
+    "vision: nothing before it is trained": (("vision",), LAYOUTS["3, 2, 1"]),
+    "vision in 2 stages": (("vision",), LAYOUTS["2 stages, 2 x 2 stages, 2 stages"]),
+    "vision and language: only the generator is trained": (
+        ("vision", "language"), LAYOUTS["2, 2 x 2 stages, 2"],
+    ),
+    "language: input gradients only": (("language",), LAYOUTS["uneven 2:1, 3, 1:2"]),
+    "generator": (("generator",), LAYOUTS["1, 3, 4"]),
+    "language and generator": (("language", "generator"), LAYOUTS["4, 2, 2, zero-1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_modules(gloo_pool, case):
+    frozen, (each, words) = FROZEN[case]
+    model = toys.model(ALL, frozen)
+    plan = toys.plan(model, each, **words)
+    check_plan(plan, model)
+    agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
+    dead = {index for index, stage in enumerate(plan.stages) if {*ALL[: ALL.index(stage.module) + 1]} <= {*frozen}}
+    kinds = {(action.kind, action.stage) for _, _, action in plan.order.schedule()}
+    assert {stage for kind, stage in kinds if kind in ("B", "RECV_B")} & dead == set(), "a backward nobody needs"
+    assert {stage for kind, stage in kinds if kind == "B"} == {*range(len(plan.stages))} - dead
