@@ -182,3 +182,16 @@ BAD = {
 def test_a_bad_configuration_is_one_clear_error(message: str) -> None:
     with pytest.raises(ModelError, match=f"(?i){message}"):
         describe({**TINY, **BAD[message]}, "multimodal", "config")
+
+
+def test_every_module_starts_with_its_own_deviation() -> None:
+    """As `pipefit train` starts: from the seed alone, whatever the layout."""
+    from pipefit.run.initial import deviation_of, kinds_of
+
+    model = capture("multimodal", changed(vision={**TINY["vision"], "initializer_range": 0.5}))
+    kinds = kinds_of(model)
+    assert kinds["vision.layers.0.norm1.weight"] == kinds["vision.norm.weight"] == "ones"
+    assert kinds["generator.layers.0.modulation1.gate.bias"] == kinds["vision.embed.patch.bias"] == "zeros"
+    assert kinds["vision.embed.positions.table"] == kinds["language.lm_head.weight"] == "normal"
+    assert deviation_of(model, "vision.layers.0.mlp.fc1.weight") == 0.5
+    assert deviation_of(model, "generator.embed.latent.weight") == 0.02

@@ -26,7 +26,9 @@ def command(
     cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
     local: int = typer.Option(0, help="Start this many ranks on this machine."),
     resume: str = typer.Option("", help="Continue from a run's folder or from one of its checkpoints."),
-    weights: str = typer.Option("", help="Start from Hugging Face safetensors in this folder."),
+    weights: str = typer.Option(
+        "", help="Start from Hugging Face safetensors in this folder, or in those of modules: vision=DIR,language=DIR."
+    ),
     lr: float = typer.Option(3e-4, help="Peak learning rate."),
     beta1: float = typer.Option(0.9, help="Decay of AdamW's first moment."),
     beta2: float = typer.Option(0.95, help="Decay of AdamW's second moment."),

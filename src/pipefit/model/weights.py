@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipefit.errors import ModelError
 from pipefit.model.configs import Stored
@@ -27,14 +27,25 @@ DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 Box = Sequence[tuple[int, int]]
 """Half-open range of each dimension of a parameter."""
 
+PREFIXES = ("model", "transformer", "vit", "vision_model")
+"""What Hugging Face's classes for a task put before the names of the model inside."""
+
+
+class NamesWeights(Protocol):
+    """What knows how parameters stand in files."""
+
+    def stored(self, name: str) -> tuple[Stored, ...]:
+        """The tensors of the files that hold the parameter of that name."""
+
 
 class WeightFiles:
     """The safetensors files of one model, opened for reading. Use as a context manager or let it go."""
 
-    def __init__(self, source: Path, family: str, config: Mapping[str, Any]) -> None:
-        """`source`: a directory (with an index or single file) or one safetensors file. Raises ModelError."""
+    def __init__(self, source: Path, family: str, config: Mapping[str, Any], typed: NamesWeights | None = None) -> None:
+        """`source`: a directory (with an index or single file) or one safetensors file. `typed` says how parameters
+        stand in the files, instead of the family's configuration. Raises ModelError."""
         self.source = source
-        self._typed = None if family == USER else typed_config(family, config)
+        self._typed = typed if typed is not None or family == USER else typed_config(family, config)
         self._files = {path: _open(path) for path in _list_files(source)}
         self._where = {name: handle for handle in self._files.values() for name in handle.keys()}  # noqa: SIM118
 
@@ -77,9 +88,8 @@ class WeightFiles:
     def _find(self, name: str) -> str | None:
         """The file's spelling of a name: as it is, or without or with the prefix of the whole model."""
         plain = name.split(".", 1)[-1]
-        return next(
-            (item for item in (name, plain, f"model.{name}", f"transformer.{name}") if item in self._where), None
-        )
+        known = (name, plain, *(f"{prefix}.{name}" for prefix in PREFIXES))
+        return next((item for item in known if item in self._where), None)
 
     def _part(self, block: Stored, name: str, shape: Sequence[int], box: Box) -> Tensor:
         spelled = self._find(block.name)
@@ -92,7 +102,7 @@ class WeightFiles:
                 next_step="check that the weights belong to this config.json",
             )
         handle = self._where[spelled].get_slice(spelled)
-        expected = list(reversed(shape)) if block.transposed else list(shape)
+        expected = list(block.shape or (reversed(shape) if block.transposed else shape))
         if list(handle.get_shape()) != expected:
             raise ModelError(
                 f"The tensor {block.name!r} of the weights has a wrong shape.",
@@ -103,6 +113,9 @@ class WeightFiles:
             )
         if not shape:
             return self._where[spelled].get_tensor(spelled)
+        if block.shape:
+            whole = self._where[spelled].get_tensor(spelled).reshape(tuple(shape))
+            return whole[tuple(slice(start, stop) for start, stop in box)]
         ranges = list(reversed(box)) if block.transposed else list(box)
         part = handle[tuple(slice(start, stop) for start, stop in ranges)]
         return part.t().contiguous() if block.transposed else part
@@ -157,6 +170,7 @@ def save_weights(
         for block in typed.stored(name) if typed is not None else (Stored(name),):
             piece = tensor.detach()[_as_index(block)] if block.index else tensor.detach()
             piece = (piece.t() if block.transposed else piece).to("cpu", copy=True).contiguous()
+            piece = piece.reshape(block.shape) if block.shape else piece
             if pending and _bytes(pending.values()) + _bytes([piece]) > max_file_bytes:
                 shards.append(_write(directory, len(shards), pending))
                 pending = {}

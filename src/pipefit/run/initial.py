@@ -39,15 +39,21 @@ _ROLES: Mapping[str, Sequence[Kind]] = {
 def initial_values(plan: Plan, model: Model) -> Value:
     """Values from the plan's seed: a user's layers start as they start themselves, a family's by `initial.py`."""
     kinds = kinds_of(model)
-    std = float(model.config.get("initializer_range", 0.02))
     own = _own_values(plan, model) if model.family == USER else {}
 
     def value(name: str, shape: Sequence[int], box: Box) -> Tensor:
         if name in own:
             return own[name][tuple(slice(start, stop) for start, stop in box)]
-        return initial_value(name, shape, kinds[name], std, plan.job.seed, box)
+        return initial_value(name, shape, kinds[name], deviation_of(model, name), plan.job.seed, box)
 
     return value
+
+
+def deviation_of(model: Model, name: str) -> float:
+    """The standard deviation of a parameter's first value: its module's, where each has a configuration."""
+    part = model.config.get(name.split(".", 1)[0])
+    fields = part if isinstance(part, Mapping) else model.config
+    return float(fields.get("initializer_range", 0.02))
 
 
 def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:

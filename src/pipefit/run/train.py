@@ -32,7 +32,7 @@ from pipefit.run.feeding import Feeding, SampleFeeding, TextFeeding
 from pipefit.run.folder import check_run_dir, open_run_dir
 from pipefit.run.fresh import captured_model, check_cluster, check_model
 from pipefit.run.given import Given, first_values, given, samples_of
-from pipefit.run.initial import Value
+from pipefit.run.initial import Value, initial_values
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
 from pipefit.run.state import MODEL, all_pieces, model_pieces, stored_pieces
@@ -54,7 +54,7 @@ class Run:
             self.given = first_values(self.given, config.weights)
         self.feeding = shared_feeding(plan, self.model, self.given, config, world)
         world.agree("corpus", self.feeding.digest, other_corpus)
-        value = weights_value(plan, config.weights) if config.weights else None
+        value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
         self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
         self.flops = model_flops(self.model, plan)
@@ -261,11 +261,16 @@ def other_checkpoint(ranks: list[int], seen: str) -> RunError:
     )
 
 
-def weights_value(plan: Plan, directory: str) -> Value:
-    """Parameters from a directory of safetensors in Hugging Face names. ModelError where they do not fit the model."""
+def weights_value(plan: Plan, model: Model, weights: str) -> Value:
+    """Parameters from a directory of safetensors in Hugging Face names, or from those of modules (`vision=DIR`).
+    ModelError where they do not fit the model."""
+    from pipefit.model.module_weights import module_weights, names_parts, split_parts
     from pipefit.model.weights import WeightFiles
 
-    files = WeightFiles(Path(directory), plan.model.family, plan.model.config)
+    family, config = plan.model.family, plan.model.config
+    if names_parts(weights):
+        return module_weights(split_parts(weights), family, config, initial_values(plan, model))
+    files = WeightFiles(Path(weights), family, config)
     return files.read
 
 

@@ -29,6 +29,8 @@ class Stored:
     "Of the parameter, along its leading dimensions: an index, or a half-open range. () is all of it."
     transposed: bool = False
     "The file holds (in, out) where the parameter is (out, in)."
+    shape: tuple[int, ...] = ()
+    "In the file, where it is another than the parameter's: the same numbers in order."
 
 
 @dataclass(frozen=True, slots=True)

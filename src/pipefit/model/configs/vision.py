@@ -11,12 +11,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipefit.model.configs.family import Initial
+from pipefit.model.configs.family import Initial, Stored
 from pipefit.model.configs.reading import Fields
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
 HUGGING_FACE_ACTIVATION = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 MODEL_TYPES = {"vit": "vit", "siglip_vision_model": "siglip_vision_model"}
+
+_VIT = {
+    "embed.patch": "embeddings.patch_embeddings.projection",
+    "embed.positions.table": "embeddings.position_embeddings",
+    "embed.positions.start": "embeddings.cls_token",
+    "norm": "layernorm",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+_SIGLIP = {
+    "embed.patch": "embeddings.patch_embedding",
+    "embed.positions.table": "embeddings.position_embedding.weight",
+    "norm": "post_layernorm",
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.out_proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+_NAMES = {"vit": ("encoder.layer", _VIT), "siglip_vision_model": ("encoder.layers", _SIGLIP)}
+"""Model type -> how Hugging Face's files call the layers, and the parts of an encoder, by our names."""
+
+_SIGLIP_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +115,22 @@ class VisionConfig:
         }
         return {**config, "qkv_bias": self.qkv_bias} if self.model_type == "vit" else config
 
+    def stored(self, name: str) -> tuple[Stored, ...]:
+        """How a parameter of the encoder, by its name in it, stands in Hugging Face's files of its model type."""
+        layers, names = _NAMES[self.model_type]
+        front, inner = "", name
+        if name.startswith("layers."):
+            _, place, inner = name.split(".", 2)
+            front = f"{layers}.{place}."
+        if inner in names:  # a parameter of its own: the table of positions, the start token
+            shapes = {"embed.positions.start": (1, 1, self.hidden_size)}
+            if self.model_type == "vit":
+                shapes["embed.positions.table"] = (1, self.positions, self.hidden_size)
+            return (Stored(names[inner], shape=shapes.get(inner, ())),)
+        part, end = inner.rsplit(".", 1)
+        kernel = (self.hidden_size, self.num_channels, self.patch_size, self.patch_size)
+        return (Stored(f"{front}{names[part]}.{end}", shape=kernel if inner == "embed.patch.weight" else ()),)
+
     def initial(self, name: str) -> Initial:
         """First value of a parameter of the encoder, by its name in it."""
         if name.endswith(".bias"):
@@ -91,7 +139,11 @@ class VisionConfig:
 
 
 def read(config: Mapping[str, Any], where: str) -> VisionConfig:
-    """The typed configuration of a ViT's or a SigLIP vision model's config.json. Raises ModelError."""
+    """The typed configuration of a ViT's, a SigLIP's or a SigLIP vision model's config.json. Raises ModelError."""
+    if config.get("model_type") == "siglip":  # both towers: ours is that of images
+        config = {"model_type": "siglip_vision_model", **config.get("vision_config", {})}
+    if config.get("model_type") == "siglip_vision_model":  # its files leave out what is as in transformers
+        config = {**_SIGLIP_DEFAULTS, **config}
     fields = Fields(config, where)
     model_type = fields.choice("model_type", default="", allowed=MODEL_TYPES)
     siglip = model_type == "siglip_vision_model"

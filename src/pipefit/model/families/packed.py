@@ -60,27 +60,24 @@ class ImagePositions(Leaf):
         return ("table",) if self.start is None else ("table", "start")
 
     def forward(self, x_BTD: Tensor, grid_BT4: Tensor) -> Tensor:
-        patches = self.table if self.start is None else self.table[1:]
-        table_1DNN = patches.unflatten(0, (self.side, self.side)).permute(2, 0, 1).unsqueeze(0)
-        places = []
-        for row, column, rows, columns in grid_BT4.flatten(0, 1).tolist():
-            if row < 0:
-                places.append(torch.zeros_like(self.table[0]))
-                continue
-            sized = self._sized(table_1DNN, rows, columns)
-            places.append(sized[0, :, row, column])
-        if not places:
-            return x_BTD + 0.0 * self.table.sum()
-        y_BTD = x_BTD + torch.stack(places).view_as(x_BTD)
+        grid_N4, positions_ND = grid_BT4.flatten(0, 1), torch.zeros_like(x_BTD.flatten(0, 1))
+        for rows, columns in {(r, c) for start, _, r, c in grid_N4.tolist() if start >= 0}:
+            own = (grid_N4[:, 0] >= 0) & (grid_N4[:, 2] == rows) & (grid_N4[:, 3] == columns)
+            place = grid_N4[own, 0] * columns + grid_N4[own, 1]
+            positions_ND = positions_ND.masked_scatter(own.unsqueeze(1), self._sized(rows, columns)[place])
+        y_BTD = x_BTD + positions_ND.view_as(x_BTD)
         if self.start is None:
             return y_BTD
         return torch.where(grid_BT4[..., :1] < 0, self.start + self.table[0], y_BTD)
 
-    def _sized(self, table_1DNN: Tensor, rows: int, columns: int) -> Tensor:
-        """The table for images of so many patches."""
+    def _sized(self, rows: int, columns: int) -> Tensor:
+        """(rows x columns, D): the table for images of so many patches."""
+        patches = self.table if self.start is None else self.table[1:]
         if (rows, columns) == (self.side, self.side):
-            return table_1DNN
-        return F.interpolate(table_1DNN, size=(rows, columns), mode="bicubic", align_corners=False)
+            return patches
+        square = patches.unflatten(0, (self.side, self.side)).permute(2, 0, 1).unsqueeze(0)
+        sized = F.interpolate(square, size=(rows, columns), mode="bicubic", align_corners=False)
+        return sized[0].permute(1, 2, 0).flatten(0, 1)
 
 
 class PutTokens(Leaf):

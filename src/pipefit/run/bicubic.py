@@ -2,15 +2,12 @@
 
 Bicubic interpolation with a = -0.75 (Keys, 1981, equation 4), corners not aligned, edges repeated, no antialiasing: the
 weights of PyTorch's `interpolate(mode="bicubic", align_corners=False)`. One dimension at a time: the weight of an entry
-is the product of its weights along rows and columns. Works on tensors that the caller brings; torch is not imported.
+is the product of its weights along rows and columns.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 TAPS = 4
 "Entries that a patch reads along one dimension."
