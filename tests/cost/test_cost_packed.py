@@ -145,7 +145,7 @@ def test_the_timeline_is_as_ragged_as_its_microbatches() -> None:
 
 def test_without_a_backward_nothing_is_kept_or_done_after_the_forward() -> None:
     work = pipeline()
-    frozen = replace(work, stages=(replace(work.stages[0], backward=False), work.stages[1]))
+    frozen = replace(work, stages=(replace(work.stages[0], frozen=1), work.stages[1]))
     trained, table = (cost_table(one, NETWORK, Roofline()) for one in (work, frozen))
     assert np.array_equal(table.actions["F"].time_s, trained.actions["F"].time_s)
     assert trained.actions["B"].time_s[0].min() > 0.0 == table.actions["B"].time_s[0].max()

@@ -89,6 +89,11 @@ class LayerCost:
         return min(self.input_s + self.weight_s, self.backward_s)
 
 
+def forward_alone(cost: LayerCost) -> LayerCost:
+    """Of a layer without a backward: nothing is kept for one, what would be passes."""
+    return LayerCost(cost.forward_s, 0.0, 0.0, 0.0, 0.0, cost.passing)
+
+
 class LayerSeconds(NamedTuple):
     """The times of a `LayerCost`, without its memory."""
 

@@ -31,12 +31,6 @@ def worst_stage(each: Iterable[StageCost]) -> StageCost:
     return StageCost(*(max(column) for column in zip(*each, strict=True)))
 
 
-def forward_alone(cost: StageCost) -> StageCost:
-    """Of a stage without a backward: nothing is kept for one."""
-    passing = cost.forward_passing_bytes + cost.saved_bytes
-    return StageCost(cost.forward_s, *(0.0,) * 5, passing, *(0.0,) * 3)
-
-
 def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Mapping[str, ActionTable]:
     """Tables of stages with an entry for each slice; or, for several `microbatches` that differ, for each of these, or
     one that holds for all."""

@@ -25,8 +25,8 @@ from pipefit.cost.memory_lanes import lane_limits, lane_parts, lanes_differ, sta
 from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.packed import packed_costs
-from pipefit.cost.roofline import LayerCost, LayerCosts, Place
-from pipefit.cost.stage_cost import StageCost, action_tables, forward_alone, worst_stage
+from pipefit.cost.roofline import LayerCost, LayerCosts, Place, forward_alone
+from pipefit.cost.stage_cost import StageCost, action_tables, worst_stage
 from pipefit.cost.stage_memory import stage_memory
 from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
@@ -201,7 +201,7 @@ def alike(stage: StageWork, network: Network) -> object:
     if stage.group.axis("shard").size == 1:
         places = zip(stage.group.devices, stage.group.positions("replica").values(), strict=True)
         own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
-    more = stage.symbols, stage.packed, stage.backward
+    more = stage.symbols, stage.packed, stage.frozen
     return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares, *more
 
 
@@ -256,7 +256,8 @@ def _costs_by_place(
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
             key, place = (rings, shares) if stage.shares else rings, places[shares]
-            costs.append(layers.layer(graph, place, kind, precision, stage.recompute, collectives[shares], key))
+            cost = layers.layer(graph, place, kind, precision, stage.recompute, collectives[shares], key)
+            costs.append(forward_alone(cost) if index < stage.frozen else cost)
         yield kind.name, costs
 
 
@@ -277,8 +278,7 @@ def _stage_costs(
     """The worst of the stage's devices, by kind."""
     by_kind: dict[str, list[StageCost]] = {}
     for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings):
-        sums = StageCost(*_sum_layers(costs))
-        by_kind.setdefault(kind, []).append(sums if stage.backward else forward_alone(sums))
+        by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
     return {kind: worst_stage(each) for kind, each in by_kind.items()}
 
 

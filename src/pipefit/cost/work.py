@@ -50,8 +50,8 @@ class StageWork:
     packed: tuple[tuple[tuple[int, int], ...], ...] = ()
     "[microbatch][replica] of rows that are packed: tokens, and the sum of the images' tokens squared. `rows` and"
     " `slices` are then those of an average one. Empty: all microbatches are alike."
-    backward: bool = True
-    "Whether it has a backward: not where neither it nor any stage before it trains."
+    frozen: int = 0
+    "Layers at its beginning without a backward: neither they nor any layer before them is trained."
 
     @property
     def shards_alike(self) -> bool:

@@ -49,6 +49,10 @@ class Space:
     "Rows of one step (the global batch for samples)."
     tokens: int
     "Tokens of one row; 0 where rows differ and the step plan knows."
+    counts: tuple[int, ...] = ()
+    "Where rows differ: tokens of each, in the order of one sampled batch, the one that predictions are made for."
+    squares: tuple[int, ...] = ()
+    "Of each of them, the sum over its images of their tokens squared."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +151,35 @@ class Job:
     seed: int = 0
     documents: Documents = "joined"
     "Whether attention crosses the documents that are packed into one sequence, or keeps them apart."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLoad:
+    """What samples cost on one stage: forward seconds on a replica with an average share."""
+
+    space: str
+    row_s: float = 0.0
+    "Of a row, whatever it holds."
+    token_s: float = 0.0
+    "Of a token of the space."
+    square_s: float = 0.0
+    "Of the square of an image's tokens: attention within it."
+    backward: float = 2.0
+    "The backward pass in forward passes: 0 where there is none, about 1 for input gradients alone, else about 2."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arranging:
+    """How the samples of a batch are given to replicas and microbatches, where they differ."""
+
+    balance: bool = True
+    "Whether samples change between replicas and microbatches, so that none has much more than others."
+    order: bool = True
+    "Whether microbatches change places in their pipeline."
+    swaps: int = 250
+    "Exchanges of microbatches that are tried on the simulator."
+    loads: tuple[SampleLoad, ...] = ()
+    "Of every stage."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +335,8 @@ class Plan:
     recipes: Mapping[str, str] = field(default_factory=dict)
     "Of searched shardings: how every distinct layer is split (`shard/recipe.py`), by the key of its graph; with the"
     " name of the set and a slash in front where that has one."
+    arranging: Arranging | None = None
+    "Where samples differ in what they cost; None: they are taken as they come."
 
     @property
     def hash(self) -> str:

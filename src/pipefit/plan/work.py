@@ -10,12 +10,17 @@ from math import prod
 
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
-from pipefit.layout import IDENTITY, Axis, Form, Group, box_size, holding, moves, parse_form, split
+from pipefit.layout import IDENTITY, Axis, Form, Group, Run, box_size, holding, moves, parse_form, split
 from pipefit.model.graph import Layer, size_value
+from pipefit.plan.ragged import conditions, edge_sizes, frozen_layers, packed_sizes
 from pipefit.plan.sharded import Programs, check_handing, own_shares, sharding_key
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
 
 Message = tuple[int, int, float]
+
+PAIRS = 256
+"""Pairs of devices of two groups above which only the largest microbatch's messages are worked out one by one; those of
+the others are taken to be in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
     """The work of every stage and edge. Raises PlanError where the plan names what the model does not have."""
     groups = [group.group() for group in parts.groups]
     spaces = {space.name: space for space in parts.spaces}
+    frozen = frozen_layers(programs.model)
     stages = []
     uses: dict[str, list[tuple[int, int]]] = {}
     for index, stage in enumerate(parts.stages):
@@ -64,6 +70,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
         shares = group.axis("shard").shares
         made = [programs.program(layer, sharding_key(stage), shares) for layer in layers]
         check_handing(made, shares, f"stages[{index}]")
+        replicas = group.axis("replica").shares
         stages.append(
             StageWork(
                 lane=parts.placement[index],
@@ -75,6 +82,9 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
                 parameters=programs.counts(layers, sharding_key(stage), shares),
                 split_state=parts.split_state[index],
                 shares=own_shares(made, shares),
+                symbols=conditions(parts.spaces, parts.microbatches, max(replicas) / sum(replicas)),
+                packed=packed_sizes(space, parts.microbatches, replicas),
+                frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
             )
         )
         for name, count in programs.named(layers, sharding_key(stage), shares).items():
@@ -117,7 +127,10 @@ def _rows(space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
 
 
 def _slices(space: Space, parts: Parts) -> tuple[int, ...]:
-    """Tokens of each slice of a row of this space: the job's own slices, or the same proportions of its length."""
+    """Tokens of each slice of a row of this space: the job's own slices, or the same proportions of its length; of rows
+    that differ, those of an average one."""
+    if space.counts:
+        return (round(sum(space.counts) / len(space.counts)),)
     if space.tokens in (0, parts.job.sequence):
         return parts.slices
     return tuple(stop - start for start, stop in split(space.tokens, parts.slices))
@@ -125,12 +138,24 @@ def _slices(space: Space, parts: Parts) -> tuple[int, ...]:
 
 def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs) -> EdgeWork:
     source, target = parts.stages[edge.source], parts.stages[edge.target]
-    space = next(space for space in parts.spaces if space.name == source.space)
+    spaces = [next(space for space in parts.spaces if space.name == stage.space) for stage in (source, target)]
     layer = programs.layers(source.module, source.layers)[-1]
-    rows = space.rows // parts.microbatches
     width = COMPUTE_BYTES[parts.job.precision]
-    shapes = [_shape(layer, rows, tokens, programs) for tokens in _slices(space, parts)]
     ahead, back = groups[source.group], groups[target.group]
+    packed = next((space for space in spaces if space.counts), None)
+    if packed is not None:
+        ragged = _ragged(edge, packed, parts, (ahead, back), _features(layer, programs), width)
+        largest = max(ragged, key=lambda each: sum(size for _, _, size in each[0]))
+        return EdgeWork(
+            source=edge.source,
+            target=edge.target,
+            tensor=edge.tensor,
+            forward=(largest[0],),
+            backward=(largest[1],),
+            ragged=ragged,
+        )
+    rows = spaces[0].rows // parts.microbatches
+    shapes = [_shape(layer, rows, tokens, programs) for tokens in _slices(spaces[0], parts)]
     return EdgeWork(
         source=edge.source,
         target=edge.target,
@@ -138,6 +163,37 @@ def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs
         forward=tuple(_messages(shape, ahead, back, edge.forward, width) for shape in shapes),
         backward=tuple(_messages(shape, back, ahead, edge.gradient, width) for shape in shapes),
     )
+
+
+def _ragged(
+    edge: Edge, packed: Space, parts: Parts, groups: tuple[Group, Group], features: int, width: int
+) -> tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]:
+    """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples."""
+    ahead, back = groups
+    sizes = list(edge_sizes(packed, parts.microbatches, ahead, back))
+    exact = len(ahead.devices) * len(back.devices) <= PAIRS
+    largest = max(range(len(sizes)), key=lambda index: sizes[index][0])
+    found = {}
+    for index, (total, (sent, taken)) in enumerate(sizes):
+        if exact or index == largest:
+            shape = (1, total, features)
+            found[index] = (
+                _messages(shape, ahead, back, edge.forward, width, (sent, taken)),
+                _messages(shape, back, ahead, edge.gradient, width, (taken, sent)),
+            )
+    whole = max(1, sizes[largest][0])
+    return tuple(found.get(index) or _scaled(found[largest], total / whole) for index, (total, _) in enumerate(sizes))
+
+
+def _scaled(both: tuple[tuple[Message, ...], ...], part: float) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    ahead, back = (tuple((source, target, part * size) for source, target, size in way) for way in both)
+    return ahead, back
+
+
+def _features(layer: Layer, programs: Programs) -> int:
+    """The width of what a layer hands on."""
+    graph = programs.model.graphs[layer.graph]
+    return size_value(graph.tensor(graph.outputs[0]).shape[-1], {})
 
 
 def _shape(layer: Layer, rows: int, tokens: int, programs: Programs) -> tuple[int, ...]:
@@ -154,12 +210,19 @@ def _sizes(shape: tuple[int, ...], axes: tuple[Axis, ...], forms: tuple[Form, ..
     return tuple(float(width * box_size(holding(shape, grid, forms, place))) for place in grid.devices)
 
 
-def _messages(shape: tuple[int, ...], source: Group, target: Group, wire: Wire, width: int) -> tuple[Message, ...]:
+def _messages(
+    shape: tuple[int, ...],
+    source: Group,
+    target: Group,
+    wire: Wire,
+    width: int,
+    replica_runs: tuple[Sequence[Run], Sequence[Run]] | None = None,
+) -> tuple[Message, ...]:
     sent, received = [tuple(map(parse_form, texts)) for texts in (wire.wire, wire.received)]
-    if source.axes == target.axes and sent == received:
+    if source.axes == target.axes and sent == received and replica_runs is None:
         # Equal grids and forms: plain point-to-point between equal places, without comparing all boxes.
         return tuple(zip(source.devices, target.devices, _sizes(shape, source.axes, sent, width), strict=True))
     return tuple(
         (move.source, move.target, float(width * box_size(move.box)))
-        for move in moves(shape, source, sent, target, received)
+        for move in moves(shape, source, sent, target, received, replica_runs=replica_runs)
     )
