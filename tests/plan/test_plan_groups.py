@@ -9,13 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from plan_toys import block_graph, toy_cluster, toy_model
+from torch import nn
+from torch.nn import functional
 
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.network import Network
 from pipefit.layout import IDENTITY, gathered
+from pipefit.model.capture_whole import capture_whole
+from pipefit.model.example import Example
 from pipefit.plan.build import Workbench
 from pipefit.plan.check import check_fresh, check_plan
 from pipefit.plan.decisions import Decisions
@@ -100,6 +105,22 @@ def test_a_pipeline_of_groups_of_different_sizes_where_the_network_is_slow() -> 
     assert plan.prediction.step_s < 0.95 * without.prediction.step_s
     whole = make_plan(model, cluster, JOB, parse_pins(["stages=1", "replicas=1"]))
     assert plan.prediction.step_s < 0.95 * whole.prediction.step_s
+
+
+def test_a_pipeline_of_groups_is_filled_by_slices() -> None:
+    """A fast device and two slow ones behind a slow network, two rows: without slices half of a pipeline waits."""
+    model, cluster, job = toy_model(3), cluster_of([("fast", 1), ("slow", 2)], 1e4), replace(JOB, sequence=96)
+    bench = Workbench(model, cluster)
+    made = _Looker(bench, job, {}, NOTHING).run()
+    best, whole = made[0], next(one for one in made if not one.decisions.slices)
+    assert len(best.decisions.slices) > 1 and sum(best.decisions.slices) == 96
+    assert sorted(map(len, best.decisions.lane_shards)) == [1, 2]
+    assert best.step_s < 0.8 * whole.step_s
+    plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    check_plan(plan)
+    assert load_text(Plan, dump_text(plan), "plan") == plan
+    assert simulate_plan(plan, model, cluster).timeline.makespan_s == pytest.approx(best.step_s)
+    assert not any(one.decisions.slices for one in _Looker(bench, job, {"slices": 1}, NOTHING).run())
 
 
 def test_groups_hold_what_no_device_holds_alone() -> None:
@@ -199,6 +220,28 @@ def test_of_forms_that_cost_the_same_the_first_is_taken() -> None:
     lanes = [Held(devices=devices, shares=(1, 1), cost_s=cost_s) for devices in ((0, 1), (2, 3))]
     assert cheapest_forms(network, lanes, (0, 1, 0), (4, 8, 2), 4) == (forms[0], forms[0])
     assert cheapest_forms(network, lanes, (0, 1), (4, 8, 2), 4) == (forms[0], forms[0])
+
+
+class Narrowing(nn.Module):
+    """Layers that hand on other shapes: rows of features, then one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.scale = nn.Linear(4, 16), nn.Linear(16, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.narrow(torch.tanh(self.wide(numbers))).squeeze(-1)) * self.scale
+
+
+def test_groups_for_layers_that_hand_on_different_shapes() -> None:
+    inputs = {"numbers": torch.zeros(2, 4), "labels": torch.zeros(2)}
+    model = capture_whole(Example(module=Narrowing(), inputs=inputs, loss=functional.mse_loss))
+    shapes = [model.layer_graph(layer).tensor(model.layer_graph(layer).outputs[0]).shape for layer in model.layers]
+    assert shapes == [("B", 16), ("B",), ()]
+    job = Job(batch=8, sequence=1, precision="float32")
+    looker = _Looker(Workbench(model, cluster_of([("fast", 2), ("slow", 2)], 1e5)), job, {}, NOTHING)
+    assert looker.shape(4) == (4, 16)
+    assert any(one.decisions.lanes > 1 for one in looker.run())
 
 
 def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> None:

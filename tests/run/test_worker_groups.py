@@ -74,6 +74,7 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
     "gpt2, biases, tokens to rows, selective recomputation": (
         "gpt2", lambda: grouped("gpt2", [(UNEVEN, "G1"), (THREE, "G0")], recompute=("selective", "none")),
     ),
+    "tokens to rows, slices": ("wide", lambda: grouped("wide", [(UNEVEN, "G1"), (THREE, "G0")], slices=(5, 4, 3))),
     "mixtral, rows to one": ("mixtral", lambda: grouped("mixtral", [(THREE, "G0"), (ONE, "I")])),
 }  # fmt: skip
 

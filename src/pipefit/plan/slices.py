@@ -22,7 +22,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import Group
 from pipefit.plan.check_slices import obstacles
 from pipefit.plan.cut import Cutter
-from pipefit.plan.decisions import Decisions, Sharding
+from pipefit.plan.decisions import Decisions
 from pipefit.plan.fleet import Pair, pairs_of
 from pipefit.plan.panel import Panel
 from pipefit.plan.slice_rows import SliceRows
@@ -206,10 +206,10 @@ class Slicer:
         """All layers on the devices of every stage of a candidate, with its way of recomputing."""
         rows = self.cutter.rows_of(self.job, decisions.microbatches, decisions.replicas)
         ways = [decisions.recompute_of(stage) for stage in range(decisions.stage_count)]
-        if len(decisions.shards) > 1:
+        if decisions.is_sharded:
             groups = [group.group() for group in make_groups(decisions)]
             return [
-                self._sharded(groups[lane], rows, way, decisions.sharding, decisions.shards)
+                self._sharded(groups[lane], rows, way, decisions.sharding_key(lane), decisions.shards_of(lane))
                 for lane, way in zip(decisions.lane_of_stage, ways, strict=True)
             ]
         pairs = self.cutter.fleet.lane_pairs(decisions, rows)
@@ -225,7 +225,7 @@ class Slicer:
         return forward, backward
 
     def _sharded(
-        self, group: Group, rows: tuple[int, ...], recompute: Recompute, sharding: Sharding, shards: tuple[int, ...]
+        self, group: Group, rows: tuple[int, ...], recompute: Recompute, sharding: str, shards: tuple[int, ...]
     ) -> StageWork:
         key = (group.devices, rows, recompute, sharding, shards)
         if key not in self._stages:

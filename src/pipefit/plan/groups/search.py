@@ -4,7 +4,8 @@ Every layout of groups (`layouts.py`) has a floor for each number of microbatche
 best plan that is known is not looked at again. For the most promising ones the programs are searched (`oracle.py`):
 their costs raise the floors. Then, by what 1F1B would take, the forms of the hidden state between groups are chosen
 (`forms.py`), the layers cut and the step simulated as all candidates are; the best ones get the orders of the other
-families, and fitted ones. How much is looked at is counted, so the plan is the same on every machine.
+families, and fitted ones, and slices (`sliced.py`). How much is looked at is counted, so the plan is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pipefit.plan.groups.floors import Busy, GroupFloors, step_floor_s, step_gue
 from pipefit.plan.groups.forms import Held, alone, cheapest_forms
 from pipefit.plan.groups.layouts import FEW, Devices, Layout, layouts
 from pipefit.plan.groups.oracle import Ask, Oracle
+from pipefit.plan.groups.sliced import with_slices
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE, _Search
 from pipefit.plan.space import RECOMPUTE
@@ -110,7 +112,9 @@ def _applies(bench: Workbench, job: Job, pins: Mapping[str, Any]) -> bool:
 class _Looker:
     def __init__(self, bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> None:
         self.bench, self.job, self.pins = bench, job, pins
-        self.best_s = found.fitting[0].step_s if found.fitting else float("inf")
+        self.found = found
+        self.best_s = next((one.step_s for one in found.fitting if not one.decisions.slices), float("inf"))
+        "Of the plans without slices: groups get theirs afterwards."
         self.floors = GroupFloors(bench, job)
         self.oracle = Oracle(bench, job, pins.get("shards", ()))
         self.searcher = _Search(bench, job, pins, 1, None)
@@ -139,7 +143,10 @@ class _Looker:
             self.best_s = min((self.best_s, *(one.step_s for one in made)))
         made.sort(key=lambda one: one.rank)
         others = [other for one in made[:BEST] for other in self.other_orders(one)]
-        return sorted((*made, *others), key=lambda one: one.rank)
+        least_s = min((one.step_s for one in (*self.found.fitting[:1], *made[:1])), default=float("inf"))
+        sliced, simulated = with_slices(self.bench, self.job, self.pins, made, least_s)
+        self.searcher.simulated += simulated
+        return sorted((*made, *others, *sliced), key=lambda one: one.rank)
 
     def hopes(self) -> Iterator[_Hope]:
         """Layouts and numbers of microbatches whose floor lies below the best plan that is known."""
@@ -329,11 +336,17 @@ class _Looker:
         return True
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The hidden state of a microbatch on one replica: what the layer in the middle hands on."""
-        layers = self.bench.module.layers
-        graph = self.bench.model.layer_graph(layers[len(layers) // 2])
+        """The hidden state of a microbatch on one replica: of layers that hand on as many dimensions as any does, what
+        the one nearest to the middle does."""
+        graphs = [self.bench.model.layer_graph(layer) for layer in self.bench.module.layers[:-1]]
+        shapes = [graph.tensor(graph.outputs[0]).shape for graph in graphs]
+        most = max(map(len, shapes), default=0)
+        able = [place for place, shape in enumerate(shapes) if len(shape) == most]
+        if not able:
+            return ()
         symbols = {"B": rows, "T": self.job.sequence}
-        return tuple(size_value(size, symbols) for size in graph.tensor(graph.outputs[0]).shape)
+        middle = min(able, key=lambda place: abs(2 * place + 1 - len(shapes)))
+        return tuple(size_value(size, symbols) for size in shapes[middle])
 
     def other_orders(self, one: Evaluated) -> Iterator[Evaluated]:
         """The layout of a plan with an order fitted to its memory, where that is faster."""
