@@ -26,6 +26,12 @@ CHANNELS = 3
 _ORIENTATION, _TURNED = 0x0112, frozenset({5, 6, 7, 8})
 """The EXIF tag, and its values with which width and height change places."""
 
+_TRANSPOSED = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+"""What undoes each value of the tag, in Pillow's names."""
+
 
 class BrokenImageError(Exception):
     """A file that is absent or is no image; its text is the reason in few words."""
@@ -89,7 +95,7 @@ def read_size(path: Path, check: bool) -> ImageSize:
     """
     with _opened(path) as image:
         width, height = image.size
-        if image.getexif().get(_ORIENTATION) in _TURNED:
+        if _orientation(image) in _TURNED:
             width, height = height, width
         if check:
             _loaded(image)
@@ -102,17 +108,20 @@ def read_patches(path: Path, width: int, height: int, rule: ImageRule) -> NDArra
 
     Raises BrokenImageError if the file is no image any more, or has another size than `width` and `height`.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     rows, columns = rule.grid(width, height)
     target = columns * rule.patch, rows * rule.patch
     with _opened(path) as image:
-        turned = image.getexif().get(_ORIENTATION) in _TURNED
+        orientation = _orientation(image)
+        turned = orientation in _TURNED
         if image.size != ((height, width) if turned else (width, height)):
             raise BrokenImageError(f"{image.size[0]} x {image.size[1]} pixels where {width} x {height} were indexed")
         image.draft("RGB", target[::-1] if turned else target)  # JPEG decodes to half or a quarter at once
         _loaded(image)
-        seen = ImageOps.exif_transpose(image).convert("RGB")
+        seen = image.convert("RGB")
+        if orientation in _TRANSPOSED:
+            seen = seen.transpose(Image.Transpose[_TRANSPOSED[orientation]])
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
     return _with_start(to_patches(pixels_HWC, rule.patch), rule)
 
@@ -165,6 +174,16 @@ def _opened(path: Path) -> Any:
             return Image.open(path)
     except Exception as error:  # decoders raise whatever their format makes them
         raise BrokenImageError(_reason(error)) from None
+
+
+def _orientation(image: Any) -> int:
+    """The EXIF tag, 1 where there is none in front of the pixels: Pillow would decode a PNG to look behind them."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # a tag that is damaged is none
+        return 1
 
 
 def _loaded(image: Any) -> None:

@@ -1,0 +1,105 @@
+"""How many cores preparation needs: measured seconds of an image, the images of a step, and the time of a step.
+
+Images are what takes time: reading and decoding goes by the pixels of the file, resizing and cutting by the pixels
+that come out, and something is needed for every image. The rule: cores >= (images a step x seconds an image) / seconds
+a step x 1.3.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.data.multimodal.images import BrokenImageError, read_patches
+from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.sample_rows import SampleRows
+
+MARGIN = 1.3
+"""What uneven images and the pool's own work ask for beyond the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRate:
+    """Seconds that one core takes for an image: `image_s + pixel_s x pixels of the file + patch_s x its tokens`."""
+
+    image_s: float
+    pixel_s: float
+    patch_s: float
+    measured: int = 0
+    "Images that it was fitted to."
+
+    def seconds(self, pixels: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """For images of so many pixels in their files, which become so many tokens."""
+        result: NDArray[np.float64] = self.image_s + self.pixel_s * pixels + self.patch_s * tokens
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cores:
+    """What preparation needs, to stand beside the devices of a plan."""
+
+    cores: int
+    images: float
+    "Of a step, on average."
+    image_s: float
+    "Of one core, on average."
+    step_s: float
+
+
+def image_sizes(index: Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(pixels of the file, tokens) of every use of an image in the index."""
+    parts = np.asarray(index.parts)
+    uses = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
+    sizes = np.asarray(index.images)[uses[:, 1]]
+    return sizes[:, 0] * sizes[:, 1], uses[:, 2]
+
+
+def measured_rate(index: Index, images: int = 64) -> ImageRate:
+    """Decode some images of the index, evenly spread, on one core, and fit the rate (least squares, none below 0).
+
+    Images that cannot be read are passed over; without any, all rates are 0.
+    """
+    parts = np.asarray(index.parts)
+    uses = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
+    rows = []
+    for place in np.unique(np.linspace(0, len(uses) - 1, min(images, len(uses))).astype(np.int64)):
+        kind, image, tokens = uses[place].tolist()
+        width, height, _ = index.images[image].tolist()
+        began_s = time.process_time()
+        try:
+            read_patches(index.image_path(image), width, height, index.rule(kind))
+        except BrokenImageError:
+            continue
+        rows.append((1.0, float(width * height), float(tokens), time.process_time() - began_s))
+    return _fitted(np.array(rows)) if rows else ImageRate(image_s=0, pixel_s=0, patch_s=0)
+
+
+def cores_needed(index: Index, rows: SampleRows, batch: int, step_s: float, rate: ImageRate) -> Cores:
+    """The cores with which preparation keeps up with steps of `step_s` seconds of `batch` rows, on average."""
+    pixels, tokens = image_sizes(index)
+    image_s = float(rate.seconds(pixels, tokens).mean()) if len(pixels) else 0.0
+    images = batch * float(rows.images.mean())
+    return Cores(
+        cores=cores_for(images, image_s, step_s),
+        images=images,
+        image_s=image_s,
+        step_s=step_s,
+    )
+
+
+def cores_for(images: float, image_s: float, step_s: float) -> int:
+    """Whole cores for `images` a step; at least one where there are any."""
+    return math.ceil(images * image_s / step_s * MARGIN - 1e-9) if images else 0
+
+
+def _fitted(rows: NDArray[np.float64]) -> ImageRate:
+    """Non-negative least squares of the last column by the others, each scaled to its mean."""
+    from scipy.optimize import nnls
+
+    scale = np.maximum(rows[:, :3].mean(axis=0), 1e-12)
+    image_s, pixel_s, patch_s = nnls(rows[:, :3] / scale, rows[:, 3])[0] / scale
+    return ImageRate(image_s=float(image_s), pixel_s=float(pixel_s), patch_s=float(patch_s), measured=len(rows))

@@ -1,0 +1,258 @@
+"""Who does which preparation task when: a state machine over events, without a clock, processes or threads.
+
+Tasks start in order as long as their bytes fit into the credits; what is done and not yet taken keeps its credits, so
+memory is bounded. A task whose worker dies is done again; one that takes much longer than others is given to a second
+worker as well, and whoever is first counts (hedging: Dean and Barroso, "The tail at scale", CACM 2013); a worker
+beyond the time limit is killed. All of that is safe since tasks are pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipefit.data.preparation.executor import Died, Event, Finished, Key, Up
+from pipefit.errors import DataError, PipefitError
+
+_REMEMBERED = 64
+"""Durations that the expected one is the median of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much and how long."""
+
+    credit_bytes: int = 1 << 30
+    "Of results that are being made or wait to be taken. One task is always let through, however large."
+    attempts: int = 3
+    "Times that a task is tried before it is an error."
+    hedge_factor: float = 4.0
+    "A task is given to a second, idle worker when it takes so many times as long as its bytes let expect."
+    hedge_after_s: float = 0.5
+    "But not before this."
+    timeout_s: float = 300.0
+    "A worker that takes longer over one task is killed."
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Give this worker this task."""
+
+    worker: int
+    key: Key
+    request: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End this worker."""
+
+    worker: int
+
+
+Instruction = Start | Kill
+
+
+@dataclass(slots=True)
+class _Task:
+    key: Key
+    request: Any
+    size_bytes: int
+    kind: str
+    attempts: int = 0
+    runs: set[int] = field(default_factory=set)
+    "The workers that do it now."
+    result: Any = None
+    error: Exception | None = None
+    done: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What happened, for reports."""
+
+    done: int = 0
+    retried: int = 0
+    hedged: int = 0
+    died: int = 0
+    killed: int = 0
+
+
+class Dispatcher:
+    """Tasks and workers. `handle`, `add` and `tick` change the state; `instructions` says what is to be done next."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.counts = limits, Counts()
+        self._tasks: dict[Key, _Task] = {}
+        self._waiting: deque[_Task] = deque()
+        self._idle: list[int] = []
+        self._busy: dict[int, _Task | None] = {}
+        "What each worker does; None for a task that nobody wants any more."
+        self._began_s: dict[int, float] = {}
+        "When each worker began what it does."
+        self._used_bytes = 0
+        self._rates_s: dict[str, deque[float]] = {}
+        "Of each kind of task: seconds a byte of the last ones."
+        self._deaths = 0
+        "Since a task was last finished."
+
+    def add(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
+        """A task, behind all others. What a task takes is expected from others of its kind."""
+        assert key not in self._tasks, f"task {key} twice"
+        task = _Task(key, request, size_bytes, kind)
+        self._tasks[key] = task
+        self._waiting.append(task)
+
+    def is_done(self, key: Key) -> bool:
+        return self._tasks[key].done
+
+    def take(self, key: Key) -> Any:
+        """The result of a task that is done, whose credits are free again. Raises the task's error."""
+        task = self._tasks.pop(key)
+        assert task.done, f"task {key} is not done"
+        self._used_bytes -= task.size_bytes
+        if task.error is not None:
+            raise task.error
+        return task.result
+
+    def clear(self) -> None:
+        """Forget all tasks. Workers that are busy finish what they do, for nobody."""
+        self._tasks.clear()
+        self._waiting.clear()
+        self._busy = dict.fromkeys(self._busy)
+        self._used_bytes = 0
+
+    def handle(self, event: Event, now_s: float) -> None:
+        """Take up what happened."""
+        if isinstance(event, Up):
+            self._idle.append(event.worker)
+            return
+        task, began_s = self._busy.pop(event.worker, None), self._began_s.pop(event.worker, now_s)
+        if task is not None:
+            task.runs.discard(event.worker)
+        if isinstance(event, Died):
+            self._after_death(event, task)
+            return
+        self._idle.append(event.worker)
+        self._deaths = 0
+        if task is None:
+            return
+        if isinstance(event, Finished):
+            if not task.done:
+                rates_s = self._rates_s.setdefault(task.kind, deque(maxlen=_REMEMBERED))
+                rates_s.append((now_s - began_s) / max(1, task.size_bytes))
+                self.counts.done += 1
+                self._finish(task, event.result, None)
+        elif isinstance(event.error, PipefitError):
+            self._finish(task, None, event.error)
+        else:
+            self._again(task, _fails(task.key, event.error))
+
+    def instructions(self, now_s: float) -> list[Instruction]:
+        """What is to be done now: tasks to start, in order, second tries, workers to end."""
+        late_ones = [worker for worker, began in self._began_s.items() if now_s - began > self.limits.timeout_s]
+        self._began_s |= dict.fromkeys(late_ones, now_s)  # killed once, and again if that did not help
+        self.counts.killed += len(late_ones)
+        found: list[Instruction] = [Kill(worker) for worker in late_ones]
+        while self._idle and self._waiting and self._has_credits(self._waiting[0]):
+            task = self._waiting.popleft()
+            if task.done:
+                continue
+            if not task.attempts:
+                self._used_bytes += task.size_bytes
+            found.append(self._start(task, now_s))
+        while self._idle:
+            late = self._latest(now_s)
+            if late is None:
+                break
+            self.counts.hedged += 1
+            found.append(self._start(late, now_s))
+        return found
+
+    @property
+    def used_bytes(self) -> int:
+        """Credits in use."""
+        return self._used_bytes
+
+    def _has_credits(self, task: _Task) -> bool:
+        return task.attempts > 0 or not self._used_bytes or self._used_bytes + task.size_bytes <= (
+            self.limits.credit_bytes
+        )  # fmt: skip
+
+    def _start(self, task: _Task, now_s: float) -> Start:
+        worker = self._idle.pop()
+        task.attempts += 1
+        task.runs.add(worker)
+        self._busy[worker], self._began_s[worker] = task, now_s
+        return Start(worker, task.key, task.request)
+
+    def _latest(self, now_s: float) -> _Task | None:
+        """The task that has been running alone for the longest beyond its time."""
+        late = []
+        for task in self._tasks.values():
+            if not task.done and len(task.runs) == 1 and task.attempts < self.limits.attempts:
+                took_s = now_s - self._began_s[next(iter(task.runs))]
+                if took_s > self._patience_s(task):
+                    late.append((took_s, task))
+        return max(late, key=lambda each: each[0])[1] if late else None
+
+    def _patience_s(self, task: _Task) -> float:
+        """How long a task may run before it is given to a second worker."""
+        rates_s = self._rates_s.get(task.kind)
+        if not rates_s:
+            return self.limits.timeout_s / 2  # nothing is known of its kind
+        expected_s = statistics.median(rates_s) * max(1, task.size_bytes)
+        return max(self.limits.hedge_after_s, self.limits.hedge_factor * expected_s)
+
+    def _after_death(self, event: Died, task: _Task | None) -> None:
+        self.counts.died += 1
+        self._deaths += 1
+        if event.worker in self._idle:
+            self._idle.remove(event.worker)
+        if task is not None:
+            self._again(task, _lost(task.key, event.reason, self.limits.attempts))
+        elif self._deaths > self.limits.attempts and not self._busy and not self._idle:
+            for other in self._tasks.values():
+                self._finish(other, None, _no_workers(event.reason))
+
+    def _again(self, task: _Task, error: Exception) -> None:
+        """Try a task again, in front of all others, unless it is done or has been tried often enough."""
+        if task.done or task.runs:
+            return
+        if task.attempts >= self.limits.attempts:
+            self._finish(task, None, error)
+        else:
+            self.counts.retried += 1
+            self._waiting.appendleft(task)
+
+    def _finish(self, task: _Task, result: Any, error: Exception | None) -> None:
+        if not task.done:
+            if not task.attempts:
+                self._used_bytes += task.size_bytes
+            task.done, task.result, task.error = True, result, error
+
+
+def _lost(key: Key, reason: str, attempts: int) -> DataError:
+    return DataError(
+        "A preparation task has lost its worker every time.",
+        where=f"task {key}",
+        seen=f"{attempts} workers, the last one: {reason}",
+        next_step="look for a shortage of memory on the host, or a file that crashes its decoder",
+    )
+
+
+def _fails(key: Key, error: Exception) -> DataError:
+    return DataError(
+        "A preparation task fails every time.", where=f"task {key}", seen=f"{type(error).__name__}: {error}"
+    )
+
+
+def _no_workers(reason: str) -> DataError:
+    return DataError(
+        "Preparation workers die before they have done anything.",
+        where="preparation",
+        seen=reason,
+        next_step="start one by hand to see why: python -m pipefit.data.preparation.worker",
+    )

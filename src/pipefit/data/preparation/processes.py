@@ -1,0 +1,127 @@
+"""Workers as processes on this host: plain interpreters that import numpy and Pillow, no torch and no main program.
+
+Each has a socket and, in the trainer, a thread that reads it; so a worker that stands still holds up nobody. A worker
+that ends is replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.data.preparation.executor import Died, Event, Failed, Finished, Key, Maker, Up
+from pipefit.data.preparation.wire import receive, send
+
+_SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    thread: threading.Thread
+
+
+class Processes:
+    """An Executor of `count` processes."""
+
+    def __init__(self, maker: Maker, count: int) -> None:
+        self._maker = maker
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._workers: dict[int, _Worker] = {}
+        self._closed = False
+        for _ in range(count):
+            self._spawn()
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Worker -> the process it is."""
+        return {number: worker.process.pid for number, worker in self._workers.items()}
+
+    def submit(self, worker: int, key: Key, request: Any) -> None:
+        if worker in self._workers:
+            try:
+                send(self._workers[worker].connection, (key, request))
+            except OSError:
+                return  # it has just ended: its thread says so
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        found: list[Event] = []
+        try:
+            event = self._events.get(timeout=timeout_s)
+            while True:
+                if event is not None:
+                    found.append(event)
+                event = self._events.get_nowait()
+        except queue.Empty:
+            pass
+        for event in found:
+            if isinstance(event, Died):
+                self._replace(event.worker)
+        return found
+
+    def wake(self) -> None:
+        self._events.put(None)
+
+    def kill(self, worker: int) -> None:
+        if worker in self._workers:
+            self._workers[worker].process.kill()
+
+    def close(self) -> None:
+        """End all workers, at once: nothing that they do is needed."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.process.kill()
+        for worker in self._workers.values():
+            worker.process.wait()
+            worker.thread.join()
+            worker.connection.close()
+        self._workers.clear()
+
+    def _spawn(self) -> None:
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pipefit.data.preparation.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | _SINGLE_THREADED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        finally:
+            theirs.close()
+        thread = threading.Thread(target=self._read, args=(number, ours, process), daemon=True)
+        self._workers[number] = _Worker(process, ours, thread)
+        thread.start()
+
+    def _replace(self, number: int) -> None:
+        worker = self._workers.pop(number)
+        worker.thread.join()
+        worker.connection.close()
+        if not self._closed:
+            self._spawn()
+
+    def _read(self, number: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        """What a worker says, as events, until it ends."""
+        try:
+            send(connection, self._maker)
+            while True:
+                kind, key, value = receive(connection)
+                if kind == "up":
+                    self._events.put(Up(number))
+                elif kind == "done":
+                    self._events.put(Finished(number, key, value))
+                else:
+                    self._events.put(Failed(number, key, value))
+        except (EOFError, OSError):
+            process.kill()
+            code = process.wait()
+            self._events.put(Died(number, f"ended by signal {-code}" if code < 0 else f"exit code {code}"))

@@ -1,0 +1,159 @@
+"""The dispatcher as a state machine: order, credits, retries, hedging, time limits; no process and no clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipefit.data.preparation.dispatch import Dispatcher, Kill, Limits, Start
+from pipefit.data.preparation.executor import Died, Failed, Finished, Up
+from pipefit.errors import DataError
+
+
+def machine(workers: int, **limits: float) -> Dispatcher:
+    made = Dispatcher(Limits(**limits))  # type: ignore[arg-type]
+    for worker in range(workers):
+        made.handle(Up(worker), 0.0)
+    return made
+
+
+def started(dispatcher: Dispatcher, now_s: float = 0.0) -> dict[int, int]:
+    """Key -> worker of what is to be started."""
+    return {i.key: i.worker for i in dispatcher.instructions(now_s) if isinstance(i, Start)}  # type: ignore[misc]
+
+
+def test_tasks_start_in_order_as_far_as_workers_and_credits_go() -> None:
+    dispatcher = machine(4, credit_bytes=100)
+    for key, size in enumerate((60, 30, 20, 5)):
+        dispatcher.add(key, None, size)
+    first = started(dispatcher)
+    assert list(first) == [0, 1], "20 more would be 110, and 5 stands behind it"
+    dispatcher.handle(Finished(first[1], 1, "b"), 1.0)
+    assert not started(dispatcher), "what is done keeps its credits until it is taken"
+    dispatcher.handle(Finished(first[0], 0, "a"), 1.0)
+    assert dispatcher.take(0) == "a"
+    assert list(started(dispatcher)) == [2, 3] and dispatcher.used_bytes == 55
+
+
+def test_a_task_beyond_all_credits_goes_alone() -> None:
+    dispatcher = machine(2, credit_bytes=10)
+    dispatcher.add("huge", None, 1000)
+    dispatcher.add("small", None, 1)
+    assert list(started(dispatcher)) == ["huge"]
+
+
+def test_what_a_dead_worker_did_is_done_again_first_and_given_up_in_the_end() -> None:
+    dispatcher = machine(1, attempts=3)
+    dispatcher.add(0, None, 1)
+    dispatcher.add(1, None, 1)
+    for attempt in range(3):
+        assert started(dispatcher) == {0: attempt}
+        dispatcher.handle(Died(attempt, "ended by signal 9"), 0.0)
+        dispatcher.handle(Up(attempt + 1), 0.0)
+    assert started(dispatcher) == {1: 3}, "the next one goes on"
+    with pytest.raises(DataError, match="lost its worker every time") as error:
+        dispatcher.take(0)
+    assert error.value.seen == "3 workers, the last one: ended by signal 9"
+    assert dispatcher.counts.retried == 2 and dispatcher.counts.died == 3
+
+
+def test_an_error_of_ours_is_final_and_any_other_is_tried_again() -> None:
+    dispatcher = machine(1, attempts=2)
+    dispatcher.add(0, None, 1)
+    dispatcher.add(1, None, 1)
+    started(dispatcher)
+    dispatcher.handle(Failed(0, 0, DataError("An image is broken.")), 0.0)
+    with pytest.raises(DataError, match="An image is broken"):
+        dispatcher.take(0)
+    for _ in range(2):
+        assert list(started(dispatcher)) == [1]
+        dispatcher.handle(Failed(0, 1, OSError("stale handle")), 0.0)
+    with pytest.raises(DataError, match="fails every time") as error:
+        dispatcher.take(1)
+    assert error.value.seen == "OSError: stale handle"
+
+
+def test_a_late_task_goes_to_a_second_worker_and_the_first_answer_counts() -> None:
+    dispatcher = machine(2, hedge_factor=4, hedge_after_s=0.5)
+    dispatcher.add("quick", None, 100)
+    dispatcher.add("slow", None, 100)
+    workers = started(dispatcher, 0.0)
+    dispatcher.handle(Finished(workers["quick"], "quick", 1), 1.0)
+    assert not started(dispatcher, 3.9), "not before 4 times the second that 100 bytes take"
+    assert started(dispatcher, 4.1) == {"slow": workers["quick"]}
+    assert not started(dispatcher, 9.0), "not a third time"
+    dispatcher.handle(Finished(workers["quick"], "slow", "second"), 9.0)
+    dispatcher.handle(Finished(workers["slow"], "slow", "first"), 9.5)
+    assert dispatcher.take("slow") == "second" and dispatcher.used_bytes == 100  # "quick" is not taken
+    assert dispatcher.counts.hedged == 1
+
+
+def test_a_worker_beyond_the_limit_is_killed_even_if_nobody_waits_for_it() -> None:
+    dispatcher = machine(1, timeout_s=10)
+    dispatcher.add(0, None, 1)
+    started(dispatcher, 0.0)
+    assert dispatcher.instructions(9.0) == []
+    dispatcher.clear()
+    assert dispatcher.instructions(11.0) == [Kill(0)]
+    assert dispatcher.instructions(12.0) == []
+    dispatcher.handle(Died(0, "ended by signal 9"), 12.0)
+    dispatcher.handle(Up(1), 12.0)
+    dispatcher.add(0, None, 1)
+    assert started(dispatcher, 12.0) == {0: 1}
+
+
+def test_workers_that_never_come_up_are_an_error_of_every_task() -> None:
+    dispatcher = Dispatcher(Limits(attempts=2))
+    dispatcher.add(0, None, 1)
+    for worker in range(3):
+        dispatcher.handle(Died(worker, "exit code 1"), 0.0)
+    with pytest.raises(DataError, match="die before they have done anything") as error:
+        dispatcher.take(0)
+    assert error.value.seen == "exit code 1"
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), workers=st.integers(1, 4), credit=st.integers(1, 60))
+def test_whatever_dies_and_when_all_results_come_in_order_within_the_credits(
+    seed: int, workers: int, credit: int
+) -> None:
+    """Workers die, fail and come late at random; a task may die twice. Results are those of the requests."""
+    rng, now_s, alive = random.Random(seed), 0.0, workers
+    dispatcher = machine(workers, credit_bytes=credit, hedge_after_s=1.0, attempts=99, timeout_s=30)
+    sizes = [rng.randint(0, 30) for _ in range(25)]
+    for key, size in enumerate(sizes):
+        dispatcher.add(key, key * 7, size)
+    doing: dict[int, int] = {}
+    taken: list[int] = []
+    for _ in range(3000):
+        now_s += rng.random()
+        for instruction in dispatcher.instructions(now_s):
+            if isinstance(instruction, Start):
+                assert instruction.worker not in doing and instruction.request == instruction.key * 7  # type: ignore[operator]
+                doing[instruction.worker] = instruction.key  # type: ignore[assignment]
+            else:
+                doing.pop(instruction.worker, None)
+                dispatcher.handle(Died(instruction.worker, "killed"), now_s)
+                dispatcher.handle(Up(alive), now_s)
+                alive += 1
+        assert dispatcher.used_bytes <= max(credit, max(sizes))
+        for worker in list(doing):
+            luck = rng.random()
+            if luck < 0.3:
+                key = doing.pop(worker)
+                dispatcher.handle(Finished(worker, key, key * 7 + 1), now_s)
+            elif luck < 0.4:
+                dispatcher.handle(Failed(worker, doing.pop(worker), OSError()), now_s)
+            elif luck < 0.5:
+                doing.pop(worker)
+                dispatcher.handle(Died(worker, "crashed"), now_s)
+                dispatcher.handle(Up(alive), now_s)
+                alive += 1
+        while len(taken) < len(sizes) and dispatcher.is_done(len(taken)):
+            taken.append(dispatcher.take(len(taken)))
+        if len(taken) == len(sizes):
+            break
+    assert taken == [key * 7 + 1 for key in range(len(sizes))]

@@ -1,0 +1,163 @@
+"""Preparation by processes: the same bytes as in one process, whoever is killed, stopped or late, and on resuming."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multimodal_toys import SEQUENCE, mixed_index, shape_of
+from preparation_toys import PLACES, Odd, digest, gone
+
+from pipefit.data.multimodal.arrange import Arrangement
+from pipefit.data.multimodal.index import Index
+from pipefit.data.multimodal.loads import StageLoad
+from pipefit.data.preparation.ahead import Ahead, Recipe
+from pipefit.data.preparation.dispatch import Limits
+from pipefit.data.preparation.pool import Pool
+from pipefit.data.preparation.processes import Processes
+from pipefit.errors import DataError
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return mixed_index(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def recipe(index: Index) -> Recipe:
+    loads = tuple(StageLoad(space=space, token_s=1e-3) for space in ("patches", "samples", "latents"))
+    shape = shape_of(12, 3, ((1,), (1, 1), (1, 2)))
+    return Recipe(index=str(index.folder), shape=shape, arrangement=Arrangement(stages=loads, swaps=10))
+
+
+@pytest.fixture
+def alone(recipe: Recipe) -> list[str]:
+    ahead = Ahead(recipe, PLACES, None)
+    return [digest(ahead.take(step)) for step in range(STEPS)]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Pool]]:
+    """Pools that are closed in the end."""
+    pools: list[Pool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+def test_a_pool_gives_the_bytes_of_one_process_though_workers_die_and_however_it_resumes(
+    recipe: Recipe, alone: list[str], opened: list[Pool]
+) -> None:
+    executor = Processes(recipe, 2)
+    pool = Pool(executor, Limits(credit_bytes=60_000))  # less than a step: tasks wait for credits
+    opened.append(pool)
+    ahead = Ahead(recipe, PLACES, pool)
+    assert len(set(alone)) == STEPS
+    for step in range(STEPS):
+        assert digest(ahead.take(step)) == alone[step]
+        if step in (1, 3):
+            os.kill(next(iter(executor.process_ids.values())), signal.SIGKILL)
+    assert [digest(ahead.take(step)) for step in (2, 3, 0)] == [alone[2], alone[3], alone[0]]
+    assert pool.counts.died == 2
+    ids = executor.process_ids.values()
+    pool.close()
+    assert all(gone(process) for process in ids)
+
+
+def test_a_trainer_that_is_killed_at_any_step_goes_on_with_the_same_bytes_and_leaves_no_worker(
+    recipe: Recipe, alone: list[str], tmp_path: Path
+) -> None:
+    """What it resumes with is the recipe, which is the plan's, and the step."""
+    stored, out = tmp_path / "recipe.pickle", tmp_path / "digests"
+    stored.write_bytes(pickle.dumps(recipe))
+    first, environment = 0, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for kill_at in (0, 2, -1):
+        program = [sys.executable, str(Path(__file__).with_name("preparation_toys.py")), str(stored), str(out)]
+        words = [*program, str(first), str(STEPS), str(kill_at)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stderr
+        assert all(gone(int(process)) for process in done.stdout.split())
+        first = len(out.read_text().splitlines()) if out.exists() else 0
+        assert first == (STEPS if kill_at < 0 else kill_at)
+    assert out.read_text().split() == [word for step in range(STEPS) for word in (str(step), alone[step])]
+
+
+def test_a_run_goes_on_under_another_plan_with_the_same_samples(recipe: Recipe) -> None:
+    """Another number of microbatches and replicas, nothing balanced: what each sample is fed with is the same."""
+    other = replace(recipe, shape=shape_of(12, 2, ((1, 1), (1,), (1,))), arrangement=None)
+
+    def samples(chosen: Recipe, step: int) -> dict[int, tuple[bytes, ...]]:
+        places = [
+            type(PLACES[0])(stage, space, replica)
+            for stage, space in enumerate(("patches", "samples", "latents"))
+            for replica in range(len(chosen.shape.shares[stage]))
+        ]
+        found: dict[int, tuple[bytes, ...]] = {}
+        for place in places:
+            ahead = Ahead(chosen, (place,), None)
+            prepared = ahead.take(step)
+            for (stage, microbatch), feed in prepared.feeds.items():
+                start, stop = prepared.plan.run(stage, microbatch, place.replica)
+                at = 0
+                for position in range(start, stop):
+                    tokens = 1 if place.space == "samples" else int(prepared.plan.counts[place.space][position])
+                    where: Any = position - start if place.space == "samples" else (0, slice(at, at + tokens))
+                    names = {"samples": ("tokens", "labels"), "patches": ("pixels",), "latents": ("noisy", "time")}
+                    row = int(prepared.plan.rows[position])
+                    parts = tuple(feed.arrays[name][where].tobytes() for name in names[place.space])
+                    found[row] = (*found.get(row, ()), *parts)
+                    at += tokens
+        return found
+
+    assert samples(recipe, 1) == samples(other, 1)
+    orders = [Ahead(one, (), None).take(1).plan.rows.tolist() for one in (recipe, other)]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+    assert recipe.shape.sequence == SEQUENCE
+
+
+def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened: list[Pool]) -> None:
+    executor = Processes(Odd(str(tmp_path)), 2)
+    pool = Pool(executor, Limits(hedge_after_s=0.3, timeout_s=30))
+    opened.append(pool)
+    requests = [("plain", 0), ("plain", 1), ("crash once", 2), ("stop once", 3), ("plain", 4)]
+    for key, request in enumerate(requests):
+        pool.add(key, request, 8000)
+    results = [pool.take(key) for key in range(len(requests))]
+    assert [int(array[0]) for array, _ in results] == [0, 1, 2, 3, 4]
+    assert all(array.size == 1000 and array.flags.writeable for array, _ in results)
+    assert pool.counts.hedged >= 1 and pool.counts.retried >= 1
+    assert os.getpid() not in {process for _, process in results}
+    for key, (kind, message, seen) in enumerate(
+        [
+            ("raise", "An image is broken.", None),
+            ("fail", "A preparation task fails every time.", "RuntimeError: KeyError: 'odd'"),
+            ("crash", "A preparation task has lost its worker every time.", "ended by signal 9"),
+        ]
+    ):
+        pool.add((kind, key), (kind, key), 1)
+        with pytest.raises(DataError) as error:
+            pool.take((kind, key))
+        assert error.value.what == message
+        assert seen is None or str(error.value.seen).endswith(seen)
+
+
+def test_workers_that_cannot_open_what_they_are_told_are_an_error_where_it_is_waited_for(
+    tmp_path: Path, opened: list[Pool], recipe: Recipe
+) -> None:
+    """An index that is gone when workers open it: they die before they have done anything."""
+    pool = Pool(Processes(replace(recipe, index=str(tmp_path / "nowhere")), 1), Limits(attempts=2))
+    opened.append(pool)
+    pool.add(0, None, 1)
+    with pytest.raises(DataError, match="die before they have done anything") as error:
+        pool.take(0)
+    assert "exit code 1" in str(error.value.seen)
