@@ -25,12 +25,16 @@ def build(plan: Plan, model: Model, tagged: bool = True, optimizer: OptimizerCon
 
 def train(worker: Worker, steps: range) -> list[tuple[float, float]]:
     """(loss, gradient norm) of steps."""
-    plan, result = worker.plan, []
+    names, result = names_of(worker), []
     for step in steps:
-        feeds = toys.feeds(plan, worker.device, step)
-        by = {name: value for name, value in toys.divisors(plan.job, step).items() if name in worker.loss_modules}
-        result.append(worker.step(feeds, step, by, toys.counts(plan.job, step)).read())
+        feeds = toys.feeds(worker.plan, names, worker.device, step)
+        result.append(worker.step(feeds, step, toys.divisors(names, step), toys.counts(names, step)).read())
     return result
+
+
+def names_of(worker: Worker) -> tuple[str, ...]:
+    """The modules of the worker's plan."""
+    return tuple(dict.fromkeys(stage.module for stage in worker.plan.stages))
 
 
 def run_steps(plan: Plan, model: Model, steps: int = 1, tagged: bool = True) -> dict[str, Any]:
@@ -47,5 +51,7 @@ def run_steps(plan: Plan, model: Model, steps: int = 1, tagged: bool = True) -> 
 def evaluated(plan: Plan, model: Model) -> np.ndarray:
     """Summed losses by module of batch 0, before any training."""
     worker = build(plan, model)
-    feeds = {stage: [slices[0] for slices in made] for stage, made in toys.feeds(plan, worker.device, 0).items()}
-    return worker.evaluate(feeds, toys.counts(plan.job, 0)).numpy()
+    names = names_of(worker)
+    made = toys.feeds(plan, names, worker.device, 0)
+    feeds = {stage: [slices[0] for slices in each] for stage, each in made.items()}
+    return worker.evaluate(feeds, toys.counts(names, 0)).numpy()

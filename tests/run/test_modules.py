@@ -8,12 +8,10 @@ import modules_cases as cases
 import modules_toys as toys
 import numpy as np
 import pytest
-from modules_toys import Layout
+from modules_toys import ALL, Layout
 from worker_cases import prepare
 
 from pipefit.plan.check import check_plan
-
-ALL = ("vision", "language", "generator")
 
 
 def layouts(*each: Layout):
@@ -31,6 +29,15 @@ LAYOUTS = {
     "2 stages, 2 x 2 stages, 2 stages": (layouts(Layout((1,), (1,)), Layout((1, 1), (2,)), Layout((1,), (2,))), {}),
     "2, 3 x 2 stages": (layouts(Layout((1, 1)), Layout((1,) * 3, (2,))), {"microbatches": 4}),
     "5, 3": (layouts(Layout((1,) * 5), Layout((1,) * 3)), {"microbatches": 1}),
+    "2, 2 shards, 1": (layouts(Layout((1, 1)), Layout(shards=(1, 1)), Layout()), {}),
+    "2 shards, 2, 2 shards": (layouts(Layout(shards=(1, 1)), Layout((1, 1)), Layout(shards=(1, 1))), {}),
+    "2 shards, 2 x 2 shards, 2 shards": (
+        layouts(Layout(shards=(1, 1)), Layout((1, 1), shards=(1, 1)), Layout(shards=(1, 1))), {"microbatches": 2},
+    ),
+    "2 x 2 shards with split tokens, 3, full recomputation": (
+        layouts(Layout((1, 1), shards=(1, 1), sharding="megatron-sp"), Layout((1,) * 3), Layout()),
+        {"microbatches": 2, "recompute": "full"},
+    ),
     "3, 5": (layouts(Layout((1,) * 3), Layout((1,) * 5)), {"microbatches": 2}),
 }  # fmt: skip
 
@@ -50,10 +57,12 @@ def agrees(found, loss: float, gradients) -> None:
     assert {*found["gradients"]} == {*gradients}
     norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
     assert found["steps"][0][1] == pytest.approx(norm, rel=1e-11), "the global norm counts a parameter not once"
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        wanted = gradient.numpy()
-        error = np.abs(found["gradients"][name] - wanted).max() / np.abs(wanted).max()
-        assert error <= 1e-10, f"{name}: {error:.3g}"
+        error, own = np.abs(found["gradients"][name] - gradient.numpy()).max(), float(gradient.abs().max())
+        # All scores of a query move alike with the bias of the keys: what comes out as its gradient is rounding.
+        bound = 1e-14 * largest if name.endswith("k_proj.bias") else 1e-10 * own
+        assert error <= bound, f"{name}: {error / own:.3g}"
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
