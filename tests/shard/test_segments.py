@@ -11,9 +11,13 @@ from tests.run.stage_toys import toy_layers
 from tests.shard.random_clusters import model_of
 from tests.shard.test_classical import with_vocabulary
 
+from pipefit.cluster import Cluster, Host, Link, Provenance, Rail
 from pipefit.cluster.types import DeviceKind
+from pipefit.cost.network import Network
+from pipefit.cost.roofline import Roofline
 from pipefit.errors import PlanError
 from pipefit.layout import overlaps, split
+from pipefit.plan.searched import setting_of
 from pipefit.shard.chain import Chains
 from pipefit.shard.listing import listing
 from pipefit.shard.pricing import Setting
@@ -113,6 +117,41 @@ def test_they_are_never_dearer_than_common_shares(seed):
     assert fits(chains, own.held_bytes)
     for group in alike(model.layers):
         assert len({own.links[place].shares for place in group}) == 1
+
+
+@pytest.mark.parametrize(("seed", "rows", "microbatches", "count"), [(96, 4, 30, 3), (42, 24, 1, 2)])
+def test_shares_of_one_layer_that_leave_no_unit_of_anothers_cut(seed, rows, microbatches, count):
+    """Collectives of real links are lowered by the parts that they move: layers that change their shares together may
+    have had different ones before, and those of the first leave a device without a row or a head of the second."""
+    draw = random.Random(seed)
+    draw.choice((2, 3))
+    kinds = [kind(f"k{i}", 10 ** draw.uniform(8, 11), 10 ** draw.uniform(8, 10)) for i in range(count)]
+    speed = 10 ** draw.uniform(6, 10)
+    cluster = Cluster(
+        name="unlike",
+        kinds={each.name: each for each in kinds},
+        links={"inside": Link(latency_s=1e-5, bandwidth_bytes_per_s=6e7)},
+        hosts=tuple(Host(name=each.name, kind=each.name, devices=1, link="inside") for each in kinds),
+        rails=(
+            Rail(
+                name="network",
+                latency_s=((0.0,) * count,) * count,
+                bandwidth_bytes_per_s=tuple(tuple(speed * (a != b) for b in range(count)) for a in range(count)),
+            ),
+        ),
+        provenance=Provenance(source="assumed", where="a test"),
+    )
+    model = model_of(toy_layers(3))
+    where = setting_of(
+        model, Network(cluster), Roofline(), devices=tuple(range(count)), rows=rows, tokens=16, precision="float32",
+        microbatches=microbatches,
+    )  # fmt: skip
+    chains = Chains(model, where)
+    common = synthesize(chains, model.layers)
+    own = segmented(chains, model.layers, common)
+    assert own.cost_s <= common.cost_s * (1 + 1e-9)
+    for layer, link in zip(model.layers, own.links, strict=True):
+        write(model.layer_graph(layer), own.shares, parse_recipe(link.recipe.text))
 
 
 def test_memory_that_holds_one_part_only():

@@ -31,7 +31,7 @@ from pipefit.shard.shares import (
     stretches_of,
 )
 from pipefit.shard.synthesize import ROUNDS, Synthesized, fits, limits
-from pipefit.shard.template import Stretch, held_fractions
+from pipefit.shard.template import Fractions, Members, Stretch, held_fractions
 
 SEARCHED = 3
 """Of the shares that are tried for a run of layers, so many of the cheapest have their forms searched again."""
@@ -186,9 +186,19 @@ def _options(chains: Chains, prices: _Prices, now: _Segmented, run: Sequence[int
     everything = prices.held(now.links, now.shares)
     mine = prices.held([now.links[place] for place in run], [now.shares[place] for place in run])
     left = [limit - (all_ - own_) for limit, all_, own_ in zip(limits(chains), everything, mine, strict=True)]
-    around = held_fractions(cuts, now.shares[run[0]], members)
+    around = _around(cuts, [*dict.fromkeys(now.shares[place] for place in run)], members)
     weights = (
         best_weights(stretches, members, least_fraction(cuts), rooms(chain, left), around) if min(left) > 0 else None
     )
     found = dict.fromkeys(now.shares)
     return [*found, *(each for each in (rounded(weights, cuts) if weights else ()) if each not in found)]
+
+
+def _around(cuts: Sequence[int], shares: Sequence[Shares], members: Members) -> Fractions:
+    """The fractions around which collectives are lowered: by the first of these shares that leaves every device a unit
+    of all cuts, though its layer has only some of them; else by even ones, which always do."""
+    for each in (*shares, (1,) * len(members.kind)):
+        found = held_fractions(cuts, each, members)
+        if all(cut in found.worst for cut in cuts):
+            break
+    return found
