@@ -16,7 +16,7 @@ from pipefit.cluster.types import DeviceKind, is_processor
 from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.operator_times import CollectiveTime, Times, operator_times, with_merging
 from pipefit.cost.reads import KeptByReads
-from pipefit.model.graph import Graph
+from pipefit.model.graph import LOCAL, Graph
 from pipefit.model.ops import saved_bytes
 from pipefit.model.ops.passing import Passing, passing_bytes
 from pipefit.model.ops.saved import kept, owed_bytes
@@ -257,7 +257,12 @@ class Roofline:
 
 def _symbols(place: Place) -> dict[str, int]:
     own = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
-    return {**own, **dict(place.symbols)}
+    parts = {
+        str(LOCAL[symbol]): -(-count * place.own_tokens // max(1, place.tokens))
+        for symbol, count in place.symbols
+        if symbol in LOCAL
+    }
+    return {**own, **parts, **dict(place.symbols)}
 
 
 def _layer_memory(graph: Graph, place: Place, precision: Precision, recompute: Recompute, widens: bool) -> LayerCost:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pipefit.codec import digest
@@ -21,6 +22,10 @@ Size = int | str
 """An integer, or a product such as `B`, `T`, `B*T` or `4*B*T`."""
 
 Shape = tuple[Size, ...]
+
+LOCAL: Mapping[Size, Size] = MappingProxyType({"T": "S", "B": "R", "I": "J", "L": "M"})
+"""What a device's part of a dimension is called whose size is only known at run time: of tokens, of rows, of the tokens
+of a packed row that comes into a sequence or out of it."""
 
 Role = Literal["activation", "tokens", "positions", "labels", "documents", "data"]
 """Where an input of a layer comes from: the layer before it, or the step plan (never transferred); `data` is any other

@@ -70,6 +70,16 @@ class Record:
         self.extras: dict[str, torch.Tensor] = {}
         self.past: Any = None
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the packed row that come into the sequence."""
+        return int(self.feed.data["image_places"].shape[1])
+
+    @property
+    def condition_tokens(self) -> int:
+        """Tokens that leave the sequence for a packed row."""
+        return int(self.feed.data["condition_places"].shape[1])
+
     def finish_weights(self, layers: int, done: Callable[[int], None] | None) -> None:
         """Run the deferred weight gradients, last layer first, letting go of each one's tensors at once.
 

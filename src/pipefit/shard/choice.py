@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipefit.layout import IDENTITY, Form
+from pipefit.model.graph import LOCAL as LOCAL
 from pipefit.model.graph import Operator, Size
 from pipefit.shard.rules import Labelled
 
 TOKENS: Size = "T"
 ROWS: Size = "B"
-LOCAL: Mapping[Size, Size] = {TOKENS: "S", ROWS: "R"}
-"""What a device's part of a dimension is called whose size is only known at run time."""
+SEQUENCES: tuple[Size, ...] = (TOKENS, "I", "L")
+"""Dimensions along which the residual stream is split by sequence parallelism: tokens, and those of packed rows."""
 
 CONVERSIONS: Mapping[tuple[str, str], str] = {
     ("G", "I"): "all_gather",

@@ -19,6 +19,8 @@ from pipefit.shard.rules import Labelled
 ATTENTION = ("attention", "packed_attention")
 """Kinds that are split by heads, and make their result of queries, keys and values."""
 
+NORMS = ("rms_norm", "layer_norm")
+
 
 def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) -> ShardedGraph:
     """The Megatron program of one layer over a shard axis with these shares.
@@ -35,14 +37,15 @@ def shard_program(graph: Graph, shares: Sequence[int], sequence_parallel: bool) 
         )
     stream = Held(gathered(1) if sequence_parallel else IDENTITY)
     columns = column_linears(graph)
+    fed = {tensor.name for tensor in graph.inputs if tensor.role != "activation"}
 
     def choose(place: int, operator: Operator, labelled: Labelled, held: Mapping[str, Held]) -> Choice | None:
         if place in columns:
             return Choice("out", columns[place])
         if operator.kind in ATTENTION:
             return Choice("heads", labelled.units["heads"])
-        if operator.kind == "embedding" and sequence_parallel:
-            return Choice("d1")
+        if sequence_parallel and operator.inputs[:1] and operator.inputs[0] in fed:
+            return Choice("d1") if "d1" in labelled.outputs[0] else None
         return follow(operator, labelled, held)
 
     return shard(graph, shares, stream, choose)
@@ -96,6 +99,9 @@ def _units_downstream(
         label = None if labels is None else labels[dim]
         if label is None or (label in labelled.kinds and label in labelled.outputs[0]):  # a norm would have to talk
             return 0
+        others = [o for o, each in zip(operator.inputs, labelled.inputs, strict=True) if each and label in each]
+        if label in labelled.outputs[0] and any(_comes_whole(graph, other) for other in others if other != name):
+            return 0
         if label in labelled.outputs[0] and operator.kind not in ATTENTION:
             units = _units_downstream(graph, operator.outputs[0], labelled.outputs[0].index(label), consumers, shapes)
         else:
@@ -105,3 +111,13 @@ def _units_downstream(
             return 0
         result = units
     return result
+
+
+def _comes_whole(graph: Graph, name: str) -> bool:
+    """Whether a value is made from a whole one (the hidden state, a norm's result) without a product or attention."""
+    maker = next((operator for operator in graph.operators if name in operator.outputs), None)
+    if maker is None or maker.kind in NORMS:
+        return maker is not None or any(tensor.name == name and tensor.role == "activation" for tensor in graph.inputs)
+    if maker.kind in (*ATTENTION, "linear", "matmul", "embedding"):
+        return False
+    return any(_comes_whole(graph, each) for each in maker.inputs if each)

@@ -24,6 +24,7 @@ from pipefit.model.ops.reshare import shares_of
 from pipefit.shard.choice import CONVERSIONS as CONVERSIONS
 from pipefit.shard.choice import LOCAL as LOCAL
 from pipefit.shard.choice import ROWS as ROWS
+from pipefit.shard.choice import SEQUENCES
 from pipefit.shard.choice import TOKENS as TOKENS
 from pipefit.shard.choice import WHOLE as WHOLE
 from pipefit.shard.choice import Choice as Choice
@@ -293,7 +294,7 @@ class Program:
     def _settle(self, operator: Operator, late: list[str], form: Form | None, how: str) -> None:
         """Reduce a partial result, then add what must be added once."""
         for name in operator.outputs:
-            on_stream = TOKENS in self.shapes[name][1:2] and self.stream.kind == "G"
+            on_stream = self.shapes[name][1:2] and self.shapes[name][1] in SEQUENCES and self.stream.kind == "G"
             want = Held(form or (self.stream if on_stream else IDENTITY))
             summed = self._convert(f"{name}.partial", want, name, how)
             self.held[name] = want

@@ -14,6 +14,8 @@ from typing import Any
 from pipefit.model.graph import Shape
 from pipefit.model.ops.kind import OperatorKind, same_shape
 
+_CUT = {"cut": "of a sequence that is split: [0 or 1, the first row's or token's place (-1: by shares), all of them]"}
+
 
 def _taken(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
     h, places = inputs
@@ -26,6 +28,7 @@ OPERATORS = (
         kind="put_tokens",
         summary="h (B,T,D) with rows of x (1,I,D) in the places (1,I), counted b T + t, each named once.",
         inputs=("h", "x", "places"),
+        attributes=_CUT,
         shapes=same_shape,
         boundary=True,
     ),
@@ -33,6 +36,7 @@ OPERATORS = (
         kind="take_tokens",
         summary="The rows of h (B,T,D) at the places (1,L), counted b T + t: (1,L,D).",
         inputs=("h", "places"),
+        attributes=_CUT,
         shapes=_taken,
         boundary=True,
     ),

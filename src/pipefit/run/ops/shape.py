@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipefit.model.graph import Operator, Size
+from pipefit.model.graph import LOCAL, Operator, Size
 from pipefit.run.ops import Context, Step
 from pipefit.run.shard_parts import ShardContext
 from pipefit.run.stage_record import Record
@@ -28,13 +28,17 @@ def build_reshape(operator: Operator, context: Context) -> Step:
     return Step(lambda x, *shape: x.reshape(shape), prepare=lambda record: tuple(part(record) for part in parts))
 
 
+_WHOLE = {"B": "rows", "T": "tokens", "I": "image_tokens", "L": "condition_tokens"}
+_NAMES = {**_WHOLE, **{part: _WHOLE[str(whole)] for whole, part in LOCAL.items()}}
+"""Symbol -> what it is called in a record, whole."""
+
+
 def late_size(size: Size, shard: ShardContext | None) -> Callable[[Record], int]:
-    """A function that gives a size's value for a record: products of integers, B, T, and this device's parts R and S
-    of them by the shares of its layer."""
+    """A function that gives a size's value for a record: products of integers, of what `_NAMES` has, and of this
+    device's parts of that by the shares of its layer."""
     factors = str(size).split("*")
-    names = {"B": "rows", "T": "tokens", "R": "rows", "S": "tokens"}
     fixed = math.prod(int(factor) for factor in factors if factor.isdigit())
-    late = [(names[factor], factor in "RS") for factor in factors if not factor.isdigit()]
+    late = [(_NAMES[factor], factor in LOCAL.values()) for factor in factors if not factor.isdigit()]
 
     def value(record: Record) -> int:
         result = fixed

@@ -1,54 +1,96 @@
-"""put_tokens(h, x, places) and take_tokens(h, places): rows of a sequence by their places b T + t.
+"""put_tokens(h, x, places) and take_tokens(h, places) {cut}: rows of a sequence by their places b T + t.
 
 h (B, T, D), x (1, I, D), places int64 (1, I); results (B, T, D) and (1, L, D). Nothing is kept but the places.
+
+Where a shard program splits the sequence (`cut`), a device has a run of its rows or tokens. Places elsewhere point at
+one row more, behind its own: what is put there is dropped, what is taken is zero. So no size depends on where places
+lie, and the device is never waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
+from pipefit.run.stage_record import Record
 
 
 class _PutTokens(torch.autograd.Function):
+    """`places` (I,) count the rows of h flattened; as many as those, or more: elsewhere."""
+
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, h: torch.Tensor, x: torch.Tensor, places: torch.Tensor, spare: bool) -> torch.Tensor:
         ctx.save_for_backward(places)
-        return h.flatten(0, 1).index_copy(0, places.flatten(), x.flatten(0, 1)).view(h.shape)
+        ctx.spare = spare
+        rows = with_spare(h.reshape(-1, h.shape[-1]), spare).index_copy(0, places, x.flatten(0, 1))
+        return rows[:-1].view(h.shape) if spare else rows.view(h.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        flat, rows = dy.reshape(-1, dy.shape[-1]), places.flatten()
-        dx = flat.index_select(0, rows).view(*places.shape, dy.shape[-1]) if ctx.needs_input_grad[1] else None
-        dh = flat.index_fill(0, rows, 0).view(dy.shape) if ctx.needs_input_grad[0] else None
-        return dh, dx, None
+        rows = with_spare(dy.reshape(-1, dy.shape[-1]), ctx.spare)
+        dx = rows.index_select(0, places).unsqueeze(0) if ctx.needs_input_grad[1] else None
+        dh = None
+        if ctx.needs_input_grad[0]:
+            dh = rows.index_fill(0, places, 0)
+            dh = (dh[:-1] if ctx.spare else dh).view(dy.shape)
+        return dh, dx, None, None
 
 
 class _TakeTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, h: torch.Tensor, places: torch.Tensor, spare: bool) -> torch.Tensor:
         ctx.save_for_backward(places)
-        ctx.shape = h.shape
-        return h.reshape(-1, h.shape[-1]).index_select(0, places.flatten()).view(*places.shape, h.shape[-1])
+        ctx.shape, ctx.spare = h.shape, spare
+        return with_spare(h.reshape(-1, h.shape[-1]), spare).index_select(0, places).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        dh = dy.new_zeros(ctx.shape)
-        dh.view(-1, dh.shape[-1]).index_add_(0, places.flatten(), dy.reshape(-1, dy.shape[-1]))
-        return dh, None
+        count = ctx.shape[0] * ctx.shape[1]
+        dh = dy.new_zeros((count + ctx.spare, ctx.shape[2])).index_add_(0, places, dy.flatten(0, 1))
+        return dh[:count].view(ctx.shape), None, None
+
+
+def with_spare(rows: torch.Tensor, spare: bool) -> torch.Tensor:
+    """The rows, with one of zeros behind them where one is wanted."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1)) if spare else rows
+
+
+def own_places(operator: Operator, context: Context) -> Callable[[Record, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(record, h, places) -> (I,): the places among this device's rows of h, one behind them for those elsewhere."""
+    if "cut" not in operator.attributes:
+        return lambda record, h, places: places.flatten()
+    dim, first, _ = operator.attributes["cut"]
+
+    def own(record: Record, h: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        whole = record.tokens if dim == 1 else h.shape[1]
+        start = first
+        if first < 0:
+            start = context.shard.runs(record.tokens if dim == 1 else record.rows)[context.shard.position][0]
+        flat = places.flatten()
+        row, token = flat // whole, flat % whole
+        row, token = (row, token - start) if dim == 1 else (row - start, token)
+        here = (row >= 0) & (row < h.shape[0]) & (token >= 0) & (token < h.shape[1])
+        return torch.where(here, row * h.shape[1] + token, h.shape[0] * h.shape[1])
+
+    return own
 
 
 def build_put(operator: Operator, context: Context) -> Step:
-    return Step(_PutTokens.apply)
+    own, spare = own_places(operator, context), "cut" in operator.attributes
+    apply = _PutTokens.apply
+    return Step(lambda record, h, x, places: apply(h, x, own(record, h, places), spare), wants_record=True)
 
 
 def build_take(operator: Operator, context: Context) -> Step:
-    return Step(_TakeTokens.apply)
+    own, spare = own_places(operator, context), "cut" in operator.attributes
+    apply = _TakeTokens.apply
+    return Step(lambda record, h, places: apply(h, own(record, h, places), spare), wants_record=True)
 
 
 BUILDERS = {"put_tokens": build_put, "take_tokens": build_take}

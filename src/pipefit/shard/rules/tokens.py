@@ -1,26 +1,49 @@
-"""put_tokens, take_tokens: by features, and what is taken by its places. Linear: partial sums pass through.
+"""put_tokens, take_tokens: by rows, tokens and features of the sequence, and what is taken by its places.
 
-Rows and tokens of the sequence stay whole: a place may lie anywhere in it.
+A device that holds a part of the sequence puts what belongs there, and takes what it has: an addend, of zeros
+elsewhere. Linear: partial sums pass through.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pipefit.model.graph import Operator, Shape
-from pipefit.shard.rules import Labelled, whole
+from pipefit.shard.rules import Cut, Labelled, whole
+from pipefit.shard.rules.dropout import place
+
+SEQUENCE = ("d0", "d1", "features")
 
 
 def put_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
-    features = (None, None, "features")
-    return Labelled(inputs=(features, features, whole(inputs[2])), outputs=(features,), units={}, linear=((0, 1),))
+    return Labelled(
+        inputs=(SEQUENCE, (None, None, "features"), whole(inputs[2])),
+        outputs=(SEQUENCE,),
+        units={},
+        linear=((0, 1),),
+        local=own_part,
+    )
 
 
 def take_tokens(operator: Operator, inputs: tuple[Shape | None, ...], outputs: tuple[Shape, ...]) -> Labelled:
     return Labelled(
-        inputs=((None, None, "features"), (None, "places")),
+        inputs=(SEQUENCE, (None, "places")),
         outputs=((None, "places", "features"),),
         units={},
         linear=((0,),),
+        addend=own_rows,
     )
+
+
+def own_part(attributes: Mapping[str, Any], shape: Shape, cut: Cut) -> Mapping[str, Any]:
+    """The attribute `cut`, as dropout has it, where the sequence is split along rows or tokens."""
+    return place(attributes, shape, cut) if cut.dim < 2 else attributes
+
+
+def own_rows(attributes: Mapping[str, Any], cut: Cut) -> Mapping[str, Any]:
+    """The same of what is taken from."""
+    return {**attributes, "cut": [cut.dim, cut.start, cut.total]} if cut.dim < 2 else attributes
 
 
 RULES = {"put_tokens": put_tokens, "take_tokens": take_tokens}
