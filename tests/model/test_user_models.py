@@ -198,12 +198,17 @@ def test_examples_are_the_published_models():
 def test_a_whole_model_has_one_length_and_no_slices():
     from pipefit.errors import PlanError
     from pipefit.plan.check_slices import check_sliceable
-    from pipefit.plan.length import check_length
+    from pipefit.plan.length import asked_length, check_length
 
     moe = load("bert_moe")
     model = capture_whole(moe.example(moe.BertMoe(20, 6, 8, 2, 1, experts=2), 6))
     check_length(model.modules[0], model, 6, "--seq")
     with pytest.raises(PlanError, match=r"captured whole, for rows of one length(.|\n)*7 tokens(.|\n)*6, as in"):
         check_length(model.modules[0], model, 7, "--seq")
+    assert asked_length(model, None) == asked_length(model, 6) == 6
     with pytest.raises(PlanError, match="captured whole cannot be cut into slices"):
         check_sliceable(model)
+    stripes = capture_whole(load("own_module").stripes())
+    assert asked_length(stripes, None) == 1
+    with pytest.raises(PlanError, match=r"rows of one length(.|\n)*5 tokens(.|\n)*leave --seq out"):
+        asked_length(stripes, 5)

@@ -33,7 +33,7 @@ def command(
     from pipefit.cost.curves import best_costs
     from pipefit.cost.network import Network
     from pipefit.model.registry import open_model
-    from pipefit.plan.length import check_length, own_length
+    from pipefit.plan.length import asked_length, check_length, own_length
     from pipefit.plan.searched import setting_of
     from pipefit.shard.apart import check_apart
     from pipefit.shard.chain import Chains
@@ -46,7 +46,7 @@ def command(
     chosen = _devices(devices, network.devices)
     given = _shares(shares, len(chosen))
     opened = open_model(model)
-    tokens = own_length(opened) or 1024 if seq is None else seq
+    tokens = asked_length(opened, 1024 if seq is None and own_length(opened) is None else seq)
     _check_sizes(batch, tokens, microbatches, precision)
     layers = opened.layers
     if len(opened.modules) > 1:

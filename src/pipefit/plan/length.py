@@ -23,8 +23,12 @@ def own_length(model: Model) -> int | None:
 
 
 def asked_length(model: Model, asked: int | None, where: str = "--seq") -> int:
-    """The tokens of a row: what is asked for, else what the model fixes. Raises PlanError where neither says."""
-    tokens = own_length(model) if asked is None else asked
+    """The tokens of a row: what is asked for, else what the model fixes. Raises PlanError where neither says, or both
+    say something else."""
+    own = own_length(model)
+    tokens = own if asked is None else asked
+    if own is not None and tokens != own:
+        raise _captured(own, tokens, where)
     if tokens is None:
         raise PlanError(
             "The number of tokens of a row is not given, and the model works for any.",
@@ -54,13 +58,7 @@ def _problems(module: Module, model: Model, tokens: int, where: str) -> Iterator
         for tensor in model.layer_graph(layer).inputs:
             fixed = tensor.shape[1] if tensor.role == "tokens" and len(tensor.shape) > 1 else "T"
             if isinstance(fixed, int) and fixed != tokens:
-                yield PlanError(
-                    "The model was captured whole, for rows of one length.",
-                    where=where,
-                    seen=f"{tokens} tokens",
-                    allowed=f"{fixed}, as in its example",
-                    next_step="give an example of that length (docs/models.md)",
-                )
+                yield _captured(fixed, tokens, where)
         for local, rows in position_tables(model.layer_graph(layer)).items():
             if tokens > rows:
                 yield PlanError(
@@ -70,6 +68,16 @@ def _problems(module: Module, model: Model, tokens: int, where: str) -> Iterator
                     allowed=f"at most {rows}: the table has {rows} rows",
                     next_step=f"use sequences of {rows} tokens, or a model with more positions",
                 )
+
+
+def _captured(own: int, tokens: int, where: str) -> PlanError:
+    return PlanError(
+        "The model was captured whole, for rows of one length.",
+        where=where,
+        seen=f"{tokens} tokens",
+        allowed=f"{own}, as in its example",
+        next_step="give an example of that length (docs/models.md)" if own > 1 else f"leave {where} out",
+    )
 
 
 def position_tables(graph: Graph) -> dict[str, int]:
