@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from multimodal_toys import made_rows, shape_of
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.arrange import Arrangement, block_times_ns
-from pipefit.data.multimodal.loads import StageLoad, block_of, microbatch_sums
+from pipefit.data.multimodal.arrange import block_times_ns
+from pipefit.data.multimodal.loads import block_of, forward_ns, microbatch_sums
 from pipefit.data.multimodal.ordering import Pipeline, fill_intervals, improved, ordered
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.stepplan import BatchShape, step_plan
+from pipefit.plan.types import Arranging, SampleLoad
 
 Ints = NDArray[np.int64]
 Shares = tuple[tuple[int, ...], ...]
@@ -99,11 +101,11 @@ def test_the_pipeline_is_1f1b_by_another_simulation_and_exchanges_reach_the_best
         assert min(of_all) <= found <= min(of_all) * 1.02
 
 
-def loads(spaces: Sequence[str], ratio: float = 0.8) -> tuple[StageLoad, ...]:
+def loads(spaces: Sequence[str], ratio: float = 0.8) -> tuple[SampleLoad, ...]:
     """Seconds of a stage of each space: language as long for every row, the others by their tokens, 100 on average."""
     by_tokens = {"patches": ratio / 100, "latents": ratio / 200}
     return tuple(
-        StageLoad(space=space, row_s=1.0) if space == "samples" else StageLoad(space=space, token_s=by_tokens[space])
+        SampleLoad(space=space, row_s=1.0) if space == "samples" else SampleLoad(space=space, token_s=by_tokens[space])
         for space in spaces
     )
 
@@ -111,8 +113,8 @@ def loads(spaces: Sequence[str], ratio: float = 0.8) -> tuple[StageLoad, ...]:
 SPACES = ("patches", "samples", "samples", "latents")
 
 
-def permuted(arrangement: Arrangement, shape: BatchShape, rows: object, step: int = 0) -> Ints:
-    return multimodal_step(shape, rows, step, arrangement).rows  # type: ignore[arg-type]
+def permuted(arranging: Arranging, shape: BatchShape, rows: object, step: int = 0) -> Ints:
+    return multimodal_step(replace(shape, arranging=arranging), rows, step).rows  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)
@@ -127,11 +129,11 @@ def test_a_batch_keeps_its_samples_whatever_is_switched_on(
     shape = shape_of(microbatches * 6, microbatches, shares, multiples)
     patches = data.draw(st.lists(st.integers(0, 400), min_size=60, max_size=60))
     rows = made_rows(patches, [p % 7 for p in patches])
-    arrangement = Arrangement(stages=loads(SPACES), balance=balance, order=order, swaps=5)
-    got = permuted(arrangement, shape, rows, step)
+    arranging = Arranging(loads=loads(SPACES), balance=balance, order=order, swaps=5)
+    got = permuted(arranging, shape, rows, step)
     plain = step_plan(shape, rows, step).rows
     assert sorted(got.tolist()) == sorted(plain.tolist())
-    assert np.array_equal(got, permuted(arrangement, shape, rows, step))
+    assert np.array_equal(got, permuted(arranging, shape, rows, step))
     if not balance and (not order or microbatches == 1):
         assert np.array_equal(got, plain)
 
@@ -144,10 +146,10 @@ def test_balanced_replicas_and_microbatches_have_nearly_as_much(shares: Shares, 
     shape, generator = shape_of(batch, microbatches, shares), np.random.default_rng(0)
     tokens = generator.lognormal(4.5, 0.7, batch).astype(np.int64)
     rows = made_rows(tokens, generator.permutation(tokens) // 2)
-    arrangement = Arrangement(stages=loads(SPACES), order=False)
+    arranging = Arranging(loads=loads(SPACES), order=False)
     for stage, space in ((0, "patches"), (3, "latents")):
         spread, largest = [], []
-        for chosen in (permuted(arrangement, shape, rows), step_plan(shape, rows, 0).rows):
+        for chosen in (permuted(arranging, shape, rows), step_plan(shape, rows, 0).rows):
             sums = microbatch_sums(shape, rows, chosen, space, stage)["tokens"]
             spread.append(np.ptp(sums.sum(axis=0)) / sums.sum(axis=0).mean())
             largest.append(sums.max() / sums.mean())
@@ -158,17 +160,17 @@ def test_balanced_replicas_and_microbatches_have_nearly_as_much(shares: Shares, 
 def test_a_replica_of_twice_the_share_gets_twice_the_work() -> None:
     shape = shape_of(96, 4, ((2, 1), (1,)))
     rows = made_rows(np.random.default_rng(0).lognormal(4, 1, 96).astype(np.int64))
-    arrangement = Arrangement(stages=loads(("patches", "samples")), order=False)
-    sums = microbatch_sums(shape, rows, permuted(arrangement, shape, rows), "patches", 0)
+    arranging = Arranging(loads=loads(("patches", "samples")), order=False)
+    sums = microbatch_sums(shape, rows, permuted(arranging, shape, rows), "patches", 0)
     assert sums["rows"].tolist() == [[16, 8]] * 4
     work = sums["tokens"].sum(axis=0)
     assert work[0] / work[1] == pytest.approx(2, abs=0.02)
 
 
-def step_time(arrangement: Arrangement, shape: BatchShape, rows: object) -> float:
+def step_time(arranging: Arranging, shape: BatchShape, rows: object) -> float:
     """The slowest of the independent pipelines of equal replica counts, by the other simulation."""
-    chosen, block = permuted(arrangement, shape, rows), block_of(shape)
-    per_stage = [load.forward_ns(rows, chosen) for load in arrangement.stages]  # type: ignore[arg-type]
+    chosen, block = permuted(arranging, shape, rows), block_of(shape)
+    per_stage = [forward_ns(load, rows, chosen) for load in arranging.loads]  # type: ignore[arg-type]
     times = [time.reshape(block.blocks, block.rows) for time in per_stage]
     pipelines = range(len(shape.shares[0]))
     assert set(block.component.tolist()) == set(pipelines)
@@ -186,7 +188,7 @@ def test_balancing_and_ordering_gain_apart_and_together(rows_each: int, gains: t
         rows = made_rows(generator.lognormal(np.log(100) - 0.5, 1.0, 128 * rows_each).astype(np.int64))
         stages = loads(("patches", "samples", "samples", "samples"))
         times.append([
-            step_time(Arrangement(stages=stages, balance=balance, order=order, swaps=20), shape, rows)
+            step_time(Arranging(loads=stages, balance=balance, order=order, swaps=20), shape, rows)
             for balance, order in ((False, False), (True, False), (False, True), (True, True))
         ])  # fmt: skip
     none, *others = np.mean(times, axis=0)
@@ -200,11 +202,11 @@ def test_costs_of_microbatches_are_those_of_the_slowest_replica() -> None:
     shape = shape_of(24, 4, ((1, 2), (1, 1, 1)), multiples=(2, 1))
     rows = made_rows(np.random.default_rng(0).integers(0, 300, 24))
     stages = (
-        StageLoad(space="patches", row_s=0.5, token_s=0.01, square_s=1e-5, backward=0),
-        StageLoad(space="samples", token_s=0.25),
+        SampleLoad(space="patches", row_s=0.5, token_s=0.01, square_s=1e-5, backward=0),
+        SampleLoad(space="samples", token_s=0.25),
     )
     chosen = step_plan(shape, rows, 0).rows
-    forward, backward = block_times_ns(Arrangement(stages=stages), shape, rows, chosen)
+    forward, backward = block_times_ns(replace(shape, arranging=Arranging(loads=stages)), rows, chosen)
     patches = rows.counts["patches"][chosen]
     seconds = 0.5 + 0.01 * patches + 1e-5 * patches**2
     for block in range(2):

@@ -16,14 +16,13 @@ import pytest
 from multimodal_toys import SEQUENCE, mixed_index, shape_of
 from preparation_toys import PLACES, Odd, digest, gone
 
-from pipefit.data.multimodal.arrange import Arrangement
 from pipefit.data.multimodal.index import Index
-from pipefit.data.multimodal.loads import StageLoad
 from pipefit.data.preparation.ahead import Ahead, Recipe
 from pipefit.data.preparation.dispatch import Limits
 from pipefit.data.preparation.pool import Pool
 from pipefit.data.preparation.processes import Processes
 from pipefit.errors import DataError
+from pipefit.plan.types import Arranging, SampleLoad
 
 STEPS = 6
 
@@ -35,9 +34,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 @pytest.fixture
 def recipe(index: Index) -> Recipe:
-    loads = tuple(StageLoad(space=space, token_s=1e-3) for space in ("patches", "samples", "latents"))
+    loads = tuple(SampleLoad(space=space, token_s=1e-3) for space in ("patches", "samples", "latents"))
     shape = shape_of(12, 3, ((1,), (1, 1), (1, 2)))
-    return Recipe(index=str(index.folder), shape=shape, arrangement=Arrangement(stages=loads, swaps=10))
+    return Recipe(index=str(index.folder), shape=replace(shape, arranging=Arranging(loads=loads, swaps=10)))
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_a_trainer_that_is_killed_at_any_step_goes_on_with_the_same_bytes_and_le
 
 def test_a_run_goes_on_under_another_plan_with_the_same_samples(recipe: Recipe) -> None:
     """Another number of microbatches and replicas, nothing balanced: what each sample is fed with is the same."""
-    other = replace(recipe, shape=shape_of(12, 2, ((1, 1), (1,), (1,))), arrangement=None)
+    other = replace(recipe, shape=shape_of(12, 2, ((1, 1), (1,), (1,))))
 
     def samples(chosen: Recipe, step: int) -> dict[int, tuple[bytes, ...]]:
         places = [
@@ -160,4 +159,4 @@ def test_workers_that_cannot_open_what_they_are_told_are_an_error_where_it_is_wa
     pool.add(0, None, 1)
     with pytest.raises(DataError, match="die before they have done anything") as error:
         pool.take(0)
-    assert "exit code 1" in str(error.value.seen)
+    assert "This is no index of samples" in str(error.value.seen)

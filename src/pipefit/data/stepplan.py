@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from pipefit.data.rows import Rows
 from pipefit.errors import PlanError
 from pipefit.layout import Run, split
-from pipefit.plan.types import Plan
+from pipefit.plan.types import Arranging, Plan
+from pipefit.schedule.actions import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,10 @@ class BatchShape:
     "How many of the schedule's microbatches every stage takes together."
     apart: bool = False
     "Whether attention keeps the documents of a row apart."
+    arranging: Arranging | None = None
+    "How samples that differ are given to replicas and microbatches; None: they stand as they come."
+    schedule: Schedule | None = field(default=None, compare=False)
+    "The order of actions that microbatches are ordered for, where they are; None: 1F1B, a lane for every stage."
 
     @property
     def sequence(self) -> int:
@@ -112,6 +117,8 @@ def batch_shape(plan: Plan) -> BatchShape:
         shares=tuple(group.axis("replica").shares for group in groups),
         multiples=multiples,
         apart=job.documents == "apart",
+        arranging=plan.arranging,
+        schedule=plan.order.schedule() if plan.arranging is not None and plan.arranging.order else None,
     )
 
 

@@ -7,60 +7,51 @@ The batch keeps its samples: gradients are sums over them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pipefit.data.multimodal.balance import balanced
-from pipefit.data.multimodal.loads import Block, Ints, StageLoad, block_of, stage_times_ns
+from pipefit.data.multimodal.loads import Block, Ints, block_of, forward_ns, stage_times_ns
 from pipefit.data.multimodal.ordering import Pipeline, ordered
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.stepplan import BatchShape
 from pipefit.schedule.actions import Schedule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """How batches are arranged; a part of the plan's parameters, so that a resumed run arranges alike."""
-
-    stages: tuple[StageLoad, ...]
-    "What rows cost on every stage of the plan."
-    balance: bool = True
-    "Whether rows change between replicas and microbatches."
-    order: bool = True
-    "Whether microbatches change places within their pipeline."
-    swaps: int = 250
-    "Exchanges that are tried on the simulator after the greedy order; 0: the greedy order alone."
-    schedule: Schedule | None = None
-    "The plan's order of actions; None is 1F1B with a lane for every stage."
-
-
-def arranged(arrangement: Arrangement, shape: BatchShape, rows: SampleRows, chosen: Ints) -> Ints:
-    """(batch,): the position in `chosen`, the rows of a step, of the row that is to stand at each position."""
-    assert len(arrangement.stages) == len(shape.shares), "a load for every stage"
-    block = _block(shape)
-    times = [load.forward_ns(rows, chosen) for load in arrangement.stages]
+def arranged(shape: BatchShape, rows: SampleRows, chosen: Ints) -> Ints:
+    """(batch,): the position in `chosen`, the rows of a step, of the row that is to stand at each position, as
+    `shape.arranging` says."""
     result = np.arange(len(chosen), dtype=np.int64)
-    if arrangement.balance:
-        result = balanced(block, times, [load.space for load in arrangement.stages])
-    if arrangement.order and block.blocks > 1:
-        result = result[_reordered(arrangement, block, [time[result] for time in times])]
+    arranging = shape.arranging
+    if arranging is None:
+        return result
+    block, times = _block(shape), _times_ns(shape, rows, chosen)
+    if arranging.balance:
+        result = balanced(block, times, [load.space for load in arranging.loads])
+    if arranging.order and block.blocks > 1:
+        result = result[_reordered(shape, block, [time[result] for time in times])]
     return result
 
 
-def block_times_ns(arrangement: Arrangement, shape: BatchShape, rows: SampleRows, chosen: Ints) -> tuple[Ints, Ints]:
+def block_times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> tuple[Ints, Ints]:
     """(forward, backward), each (stages, blocks): what the rows, as they stand at the positions of the batch, take on
     the slowest replica of every stage. A block is a microbatch, unless stages take several together."""
-    block = _block(shape)
-    times = [load.forward_ns(rows, chosen) for load in arrangement.stages]
-    forward = np.stack([stage_times_ns(block, stage, time) for stage, time in enumerate(times)])
-    return forward, _backward(arrangement, forward)
+    times = enumerate(_times_ns(shape, rows, chosen))
+    forward = np.stack([stage_times_ns(_block(shape), stage, time) for stage, time in times])
+    return forward, _backward(shape, forward)
 
 
-def _reordered(arrangement: Arrangement, block: Block, times: list[Ints]) -> Ints:
+def _times_ns(shape: BatchShape, rows: SampleRows, chosen: Ints) -> list[Ints]:
+    """Of every stage, (batch,) forward times."""
+    assert shape.arranging is not None and len(shape.arranging.loads) == len(shape.shares), "a load for every stage"
+    return [forward_ns(load, rows, chosen) for load in shape.arranging.loads]
+
+
+def _reordered(shape: BatchShape, block: Block, times: list[Ints]) -> Ints:
     """Blocks change places within every component by itself."""
-    schedule = arrangement.schedule
+    assert shape.arranging is not None
+    schedule = shape.schedule
     if schedule is not None and schedule.microbatches != block.blocks:
         schedule = None  # stages that take several microbatches: the chain of blocks stands for them
     pipeline = _pipeline(len(times), block.blocks, schedule)
@@ -69,13 +60,14 @@ def _reordered(arrangement: Arrangement, block: Block, times: list[Ints]) -> Int
     for component in range(int(block.component.max()) + 1):
         where = block.component == component
         forward = np.stack([stage_times_ns(block, stage, time, where) for stage, time in enumerate(times)])
-        order = ordered(pipeline, forward, _backward(arrangement, forward), arrangement.swaps)
+        order = ordered(pipeline, forward, _backward(shape, forward), shape.arranging.swaps)
         result[:, where] = positions[order][:, where]
     return result.reshape(-1)
 
 
-def _backward(arrangement: Arrangement, forward: Ints) -> Ints:
-    factors = np.array([load.backward for load in arrangement.stages])
+def _backward(shape: BatchShape, forward: Ints) -> Ints:
+    assert shape.arranging is not None
+    factors = np.array([load.backward for load in shape.arranging.loads])
     times: Ints = np.rint(forward * factors[:, None]).astype(np.int64)
     return times
 

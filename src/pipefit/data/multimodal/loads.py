@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.stepplan import BatchShape
+from pipefit.plan.types import SampleLoad
 
 Ints = NDArray[np.int64]
 
@@ -22,26 +23,12 @@ NONE = -1
 """The owner of a row that a stage does not work on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLoad:
-    """The time of one stage on a replica with an average share: fixed, by tokens, and by squared tokens of images."""
-
-    space: str
-    row_s: float = 0.0
-    "Forward, of a row, whatever it holds."
-    token_s: float = 0.0
-    "Forward, of a token of the space."
-    square_s: float = 0.0
-    "Forward, of the square of an image's tokens: attention within it."
-    backward: float = 2.0
-    "The backward pass in forward passes: 0 frozen with nothing to train before it, 1 frozen, 2 trained."
-
-    def forward_ns(self, rows: SampleRows, chosen: Ints) -> Ints:
-        """(len(chosen),) nanoseconds of the forward pass of each of these rows."""
-        tokens = rows.of(rows.counts[self.space], chosen).astype(np.float64)
-        squares = rows.of(rows.squares[self.space], chosen).astype(np.float64)
-        time_s = self.row_s + self.token_s * tokens + self.square_s * squares
-        return np.rint(time_s * 1e9).astype(np.int64)
+def forward_ns(load: SampleLoad, rows: SampleRows, chosen: Ints) -> Ints:
+    """(len(chosen),) nanoseconds of the forward pass of each of these rows on a stage with this load."""
+    tokens = rows.of(rows.counts[load.space], chosen).astype(np.float64)
+    squares = rows.of(rows.squares[load.space], chosen).astype(np.float64)
+    time_s = load.row_s + load.token_s * tokens + load.square_s * squares
+    return np.rint(time_s * 1e9).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +76,15 @@ def block_of(shape: BatchShape) -> Block:
     )
 
 
-def stage_times_ns(block: Block, stage: int, forward_ns: Ints, where: NDArray[np.bool_] | None = None) -> Ints:
+def stage_times_ns(block: Block, stage: int, times_ns: Ints, where: NDArray[np.bool_] | None = None) -> Ints:
     """(blocks,): what a block takes on a stage, its slowest replica; microbatches of the block one after the other.
 
-    `forward_ns`: (batch,) by position. `where`: (rows,) the positions of a block that count.
+    `times_ns`: (batch,) of the rows, by position. `where`: (rows,) the positions of a block that count.
     """
     owner, replicas = block.owner[stage], block.replicas[stage]
     here = owner != NONE if where is None else (owner != NONE) & where
     totals = np.zeros((len(block.weight[stage]), block.blocks), dtype=np.int64)
-    np.add.at(totals, owner[here], forward_ns.reshape(block.blocks, block.rows)[:, here].T)
+    np.add.at(totals, owner[here], times_ns.reshape(block.blocks, block.rows)[:, here].T)
     times = np.rint(totals.T * block.weight[stage]).astype(np.int64)
     slowest: Ints = times.reshape(block.blocks, -1, replicas).max(axis=2).sum(axis=1)
     return slowest

@@ -1,7 +1,7 @@
 """The step of a multimodal run: which samples it has, in which order, and how many tokens of each space.
 
 The samples of a step are a function of (index, seed, step); their order within the batch, which says who takes which,
-of that and the plan. `arrange` permutes: the samples of a batch stay what they are, under any plan.
+of that and the plan. `arranged` permutes: the samples of a batch stay what they are, under any plan.
 """
 
 from __future__ import annotations
@@ -10,24 +10,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipefit.data.multimodal.arrange import Arrangement, arranged
+from pipefit.data.multimodal.arrange import arranged
 from pipefit.data.multimodal.sample_rows import LATENTS, SAMPLES, SampleRows
 from pipefit.data.stepplan import BatchShape, StepPlan, evaluation_plan, step_plan
 from pipefit.plan.types import Plan
 
 
-def multimodal_step(
-    plan: Plan | BatchShape, rows: SampleRows, step: int, arrangement: Arrangement | None = None
-) -> StepPlan:
-    """The step plan of training step `step` (from 0), its samples balanced and ordered as `arrangement` says.
+def multimodal_step(plan: Plan | BatchShape, rows: SampleRows, step: int) -> StepPlan:
+    """The step plan of training step `step` (from 0), its samples balanced and ordered as the plan says.
 
     `counts[space][r]` are the tokens of position r; `divisors` say by what each module's summed loss is divided.
     Raises DataError if the samples do not fill one batch.
     """
     made = step_plan(plan, rows, step)
-    if arrangement is not None:
-        made = replace(made, rows=made.rows[arranged(arrangement, made.shape, rows, made.rows)])
-    return counted(made, rows)
+    return counted(replace(made, rows=made.rows[arranged(made.shape, rows, made.rows)]), rows)
 
 
 def multimodal_evaluation(plan: Plan | BatchShape, rows: SampleRows, index: int) -> StepPlan:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.arrange import Arrangement
 from pipefit.data.multimodal.feeds import Arrays, OnBroken, Source, feed_bytes, run_feed
 from pipefit.data.multimodal.index import GENERATE, IMAGE, open_index
 from pipefit.data.multimodal.sample_rows import LATENTS, OnLong, rows_of_index
@@ -31,7 +30,7 @@ class Recipe:
     index: str
     "Folder of the index, as workers see it."
     shape: BatchShape
-    arrangement: Arrangement | None = None
+    "Of the plan: who takes which, and how samples are arranged."
     held_out: float = 0.0
     pack: bool = False
     on_long: OnLong = "fail"
@@ -56,7 +55,7 @@ class Recipe:
 
         def make(request: StepRequest | FeedRequest) -> Any:
             if isinstance(request, StepRequest):
-                return multimodal_step(self.shape, source.rows, request.step, self.arrangement)
+                return multimodal_step(self.shape, source.rows, request.step)
             return run_feed(source, request.space, request.step, request.rows, request.first)
 
         return make
@@ -130,7 +129,7 @@ class Ahead:
         return self._made(plan)
 
     def _alone(self, step: int) -> PreparedStep:
-        return self._made(multimodal_step(self.recipe.shape, self.source.rows, step, self.recipe.arrangement))
+        return self._made(multimodal_step(self.recipe.shape, self.source.rows, step))
 
     def _made(self, plan: StepPlan) -> PreparedStep:
         feeds = {

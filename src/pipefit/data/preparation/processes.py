@@ -21,6 +21,8 @@ from pipefit.data.preparation.wire import receive, send
 
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
+_ENDS_WITHIN_S = 1.0
+
 
 @dataclass(slots=True)
 class _Worker:
@@ -104,6 +106,8 @@ class Processes:
 
     def _replace(self, number: int) -> None:
         worker = self._workers.pop(number)
+        worker.process.kill()
+        worker.process.wait()
         worker.thread.join()
         worker.connection.close()
         if not self._closed:
@@ -111,17 +115,28 @@ class Processes:
 
     def _read(self, number: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         """What a worker says, as events, until it ends."""
+        refused = ""
         try:
             send(connection, self._maker)
             while True:
                 kind, key, value = receive(connection)
                 if kind == "up":
                     self._events.put(Up(number))
+                elif kind == "refused":
+                    refused = value
                 elif kind == "done":
                     self._events.put(Finished(number, key, value))
                 else:
                     self._events.put(Failed(number, key, value))
         except (EOFError, OSError):
-            process.kill()
-            code = process.wait()
-            self._events.put(Died(number, f"ended by signal {-code}" if code < 0 else f"exit code {code}"))
+            self._events.put(Died(number, refused or _ending(process)))
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended that has closed its socket."""
+    try:
+        code = process.wait(_ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"

@@ -15,11 +15,15 @@ from pipefit.errors import PipefitError
 
 
 def main(descriptor: int) -> None:
-    """Serve until the socket ends. An answer is ("up" | "done" | "error", key, value)."""
+    """Serve until the socket ends. An answer is ("up" | "refused" | "done" | "error", key, value)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes the socket
     connection = socket.socket(fileno=descriptor)
     try:
-        make = receive(connection).open()
+        try:
+            make = receive(connection).open()
+        except Exception as error:  # told to the trainer, which says it where results are waited for
+            send(connection, ("refused", None, f"{type(error).__name__}: {error}"))
+            return
         send(connection, ("up", None, None))
         while True:
             key, request = receive(connection)
