@@ -27,7 +27,7 @@ def asked_length(model: Model, asked: int | None, where: str = "--seq") -> int:
     say something else."""
     own = own_length(model)
     tokens = own if asked is None else asked
-    if own is not None and tokens != own:
+    if own is not None and tokens is not None and tokens != own:
         raise _captured(own, tokens, where)
     if tokens is None:
         raise PlanError(
