@@ -36,8 +36,9 @@ class Feed:
     "The training step, counted from 0; part of the key of dropout."
 
     def extent(self, hidden: torch.Tensor | None) -> tuple[int, int]:
-        """(B, T) of the local rows; `hidden` is the state that comes in, for a stage that is fed nothing like it."""
-        fields = (self.positions, self.tokens, self.labels, hidden, self.documents, self.rows)
+        """(B, T) of the local rows; `hidden` is the state that comes in, for a stage that is fed nothing like it: over
+        shards it may be a part of the tokens."""
+        fields = (self.positions, self.tokens, self.labels, self.documents, hidden, self.rows)
         found = next((tensor for tensor in fields if tensor is not None), None)
         assert found is not None, "neither inputs nor a feed that says how many rows there are"
         rows = found.shape[0] if self.rows is None else len(self.rows)
