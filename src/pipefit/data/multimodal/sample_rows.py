@@ -100,6 +100,11 @@ def rows_of_index(
     )
 
 
+def lengths_of(index: Index) -> Ints:
+    """(samples,) tokens of every sample, a token for each patch among them."""
+    return _PerSample(index).lengths
+
+
 class _PerSample:
     """Sums over the parts of every sample, (samples,) each."""
 

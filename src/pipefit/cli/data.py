@@ -1,0 +1,99 @@
+"""`pipefit data`: samples of text and images, from a folder or a manifest to an index that runs and plans read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+if TYPE_CHECKING:
+    from pipefit.data.multimodal.index import Index, IndexSummary
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="A manifest (.jsonl, .parquet), or a folder of images with texts.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The index, a folder; NAME.jsonl: a manifest.")],
+    task: str = typer.Option("caption", help="Of a folder: caption (learn the texts) or generate (the images)."),
+    tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
+    patch: int = typer.Option(16, help="Pixels of the side of a patch; a patch is one token."),
+    max_patches: int = typer.Option(1024, help="Larger images are scaled down to so many patches."),
+    side: int = typer.Option(0, help="Resize every image to so many pixels square; 0: keep its shape."),
+    start_token: bool = typer.Option(False, "--start-token", help="One more token in front of every image (ViT)."),
+    latent_patch: int = typer.Option(16, help="Pixels of the side of a patch of generated images."),
+    max_latents: int = typer.Option(1024, help="Larger images to generate are scaled down to so many."),
+    image_token: int = typer.Option(0, help="The token id that stands for a patch that is looked at."),
+    generation_token: int = typer.Option(0, help="The token id that stands for a patch to generate."),
+    on_broken: str = typer.Option("fail", help="Broken or absent images: fail, or skip their samples and report."),
+    check: str = typer.Option("decode", help="How images are looked at: decode (whole) or header (size only)."),
+    cores: float = typer.Option(0.0, help="Say how many cores keep up with steps of so many seconds (--batch)."),
+    batch: int = typer.Option(1, help="Samples of one step, for --cores."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Index samples of text and images for training, or write a manifest of a folder."""
+    from pipefit.data.multimodal.folder import Task, write_manifest
+    from pipefit.data.multimodal.images import ImageRule
+    from pipefit.data.multimodal.index import Check, IndexRequest, OnBroken, make_index, open_index
+
+    chosen: Any = {"task": task, "on_broken": on_broken, "check": check}
+    for name, kind in (("task", Task), ("on_broken", OnBroken), ("check", Check)):
+        _require(name, chosen[name], get_args(kind))
+    if output.suffix == ".jsonl":
+        count = write_manifest(source, output, chosen["task"])
+        print(json.dumps({"samples": count}) if as_json else f"{count} samples written to {output}")
+        return
+    request = IndexRequest(
+        source=str(source),
+        tokenizer=tokenizer,
+        images=ImageRule(patch=patch, max_patches=max_patches, side=side, start_token=start_token),
+        generated=ImageRule(patch=latent_patch, max_patches=max_latents),
+        image_token=image_token,
+        generation_token=generation_token,
+        **chosen,
+    )
+    summary = make_index(request, output)
+    index = open_index(output)
+    needed = _cores(index, batch, cores) if cores > 0 else None
+    if as_json:
+        from pipefit.codec import to_data
+
+        print(json.dumps({**to_data(summary), **({"cores": to_data(needed)} if needed is not None else {})}))
+        return
+    _print(summary, index)
+    if needed is not None:
+        print(
+            f"preparation: {needed.cores} cores for {needed.images:.0f} images in steps of {needed.step_s:g} s "
+            f"({needed.image_s * 1e3:.2f} ms an image and core, measured here)"
+        )
+
+
+def _require(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    from pipefit.errors import DataError
+
+    if value not in allowed:
+        option = "--" + name.replace("_", "-")
+        raise DataError(f"There is no such {option}.", where=option, seen=value, allowed=", ".join(allowed))
+
+
+def _cores(index: Index, batch: int, step_s: float) -> Any:
+    from pipefit.data.multimodal.sample_rows import lengths_of, rows_of_index
+    from pipefit.data.preparation.cores import cores_needed, measured_rate
+
+    rows = rows_of_index(index, int(lengths_of(index).max()))
+    return cores_needed(index, rows, batch, step_s, measured_rate(index))
+
+
+def _print(summary: IndexSummary, index: Index) -> None:
+    import numpy as np
+
+    from pipefit.data.multimodal.sample_rows import lengths_of
+
+    lengths = lengths_of(index)
+    print(f"{summary.samples} samples, {summary.images} images ({summary.image_bytes / 1e6:.1f} MB) in {index.folder}")
+    low, middle, high = (int(np.percentile(lengths, share)) for share in (1, 50, 99))
+    print(f"tokens a sample: {middle} in the middle, {low} to {high} for 98 %, {lengths.max()} at most")
+    if summary.left_out:
+        print(f"{summary.left_out} samples left out for a broken or absent image, the first ones:")
+        for each in summary.reported[:5]:
+            print(f"  {each.sample} ({each.where}): {each.image}: {each.reason}")
