@@ -24,11 +24,12 @@ from pipefit.plan.check_slices import check_sliceable
 from pipefit.plan.cut import Cutter
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.length import check_length
-from pipefit.plan.order import computed_schedule, lower_for, order_of
+from pipefit.plan.modules.parts import module_parameters
+from pipefit.plan.order import computed_schedule, frozen_in, lower_for, order_of
 from pipefit.plan.refine import refined_cuts
 from pipefit.plan.searched import Asked, asked_by, searched_recipes
 from pipefit.plan.sharded import Programs
-from pipefit.plan.structure import make_edges, make_groups, make_parameters, make_stages
+from pipefit.plan.structure import make_edges, make_groups, make_stages
 from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
@@ -133,8 +134,7 @@ class Workbench:
 
     def parameters(self, parts: Parts, decisions: Decisions) -> tuple[Parameter, ...]:
         """The parameters of these parts."""
-        zero1 = any(parts.split_state)
-        return make_parameters(self.module, parts.stages, parts.groups, self.programs, zero1)
+        return module_parameters(self.model, parts, self.programs)
 
     def schedule(self, parts: Parts, decisions: Decisions, costs: CostTable | None) -> Schedule:
         """The order of the decided family for these parts, its transfers put in by the times of `costs`. A family that
@@ -148,7 +148,8 @@ class Workbench:
     def lowered(self, parts: Parts, decisions: Decisions, computed: Schedule, costs: CostTable | None) -> Schedule:
         """A computed order with its transfers, reductions and gathers put in."""
         parameters = self.parameters(parts, decisions)
-        return lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs)
+        frozen = frozen_in(len(parts.stages), parts.edges, parameters)
+        return lower_for(computed, parts.groups, parts.stages, parts.edges, parameters, costs, frozen)
 
     def plan(self, parts: Parts, decisions: Decisions, schedule: Schedule) -> Plan:
         """The plan of these parts with this lowered order."""

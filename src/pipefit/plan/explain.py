@@ -59,8 +59,9 @@ def forecast(plan: Plan) -> list[str]:
 
 
 def headlines(prediction: Prediction) -> list[str]:
-    """The notes that say what the search made of placement, groups and slices, and why."""
-    return [note for note in prediction.assumptions if note.startswith(("placement: ", "groups: ", "slices: "))]
+    """The notes that say what the search made of placement, groups, slices and modules, and why."""
+    told = ("placement: ", "groups: ", "slices: ", "modules: ", "samples: ")
+    return [note for note in prediction.assumptions if note.startswith(told)]
 
 
 def risk_line(prediction: Prediction) -> str:

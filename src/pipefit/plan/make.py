@@ -16,6 +16,8 @@ from pipefit.plan.fitting import FIT, best_plans
 from pipefit.plan.groups.search import with_groups
 from pipefit.plan.left_out import left_out
 from pipefit.plan.length import own_length
+from pipefit.plan.modules.find import ModulesFound, modules_found
+from pipefit.plan.modules.samples import Arrange, Samples, assumed_samples, dealt
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.in_planner import place_found
@@ -44,16 +46,23 @@ def make_plan(
     cluster_source: str = "",
     layers: LayerCosts | None = None,
     progress: Progress | None = None,
+    samples: Samples | None = None,
+    arrange: Arrange = dealt,
 ) -> Plan:
     """The fastest plan that fits, with its prediction and the runners-up.
 
     `name` and `cluster_source` are what the user typed for the model and the cluster.
-    `pins` are parsed `--fix` values, `top` counts the winner and its runners-up, `layers` replaces the roofline.
+    `pins` are parsed `--fix` values, `top` counts the winner and its runners-up, `layers` replaces the roofline. Of a
+    model of several modules, `samples` are global batches to plan for (default: `assumed_samples`), and `arrange` says
+    who takes which sample.
     Raises DoesNotFitError (how much is missing, and the nearest change that would fit) or PlanError (pins that leave
     nothing to consider, a model that brings rows together).
     """
     check_apart(model)
     bench = Workbench(model, cluster, layers, name, cluster_source)
+    if len(model.modules) > 1:
+        given = samples or assumed_samples(model, job)
+        return _of_modules(bench, job, modules_found(bench, job, pins or {}, given, arrange, progress), top)
     pins = {**whole_pins(model, pins or {}), **(pins or {})}
     if pins.get("sharding") == "searched":
         count = device_count(cluster)
@@ -93,6 +102,21 @@ def make_plan(
         trade=curve.points,
     )
     return replace(plan, prediction=prediction, alternatives=alternatives(found, top))
+
+
+def _of_modules(bench: Workbench, job: Job, made: ModulesFound, top: int) -> Plan:
+    """The plan of the best layout of several modules."""
+    found, best = made.found, made.found.fitting[0]
+    plan = bench.plan(best.parts, best.decisions, best.simulation.timeline.schedule)
+    plan = predict(plan, bench.model, best.simulation, sound_bound_s(found.lower_bound_s, best.step_s))
+    assert plan.prediction is not None
+    counted = f"search: {found.considered} layouts of modules, {found.simulated} simulated, {found.unfit} did not fit"
+    prediction = replace(
+        plan.prediction,
+        binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(found)))),
+        assumptions=(*plan.prediction.assumptions, *made.notes, counted),
+    )
+    return replace(plan, prediction=prediction, alternatives=alternatives(found, top), arranging=made.arranging)
 
 
 def whole_pins(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.schedule.families import FAMILIES
 
 
@@ -95,8 +96,9 @@ def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         name, separator, value = text.partition("=")
         name = name.strip()
-        if not separator or name not in KEYS:
-            near = difflib.get_close_matches(name, KEYS, n=1)
+        key = name.rpartition(".")[2]  # `vision.replicas`: of one module
+        if not separator or key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
             raise PlanError(
                 f"There is nothing called {name!r} to fix." if separator else "A fix is written KEY=VALUE.",
                 where="--fix",
@@ -107,10 +109,10 @@ def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
         if name in pins:
             raise PlanError("The same thing is fixed twice.", where="--fix", seen=repr(text))
         try:
-            pins[name] = KEYS[name].parse(value.strip())
+            pins[name] = KEYS[key].parse(value.strip())
         except (ValueError, KeyError):
             raise PlanError(
-                f"This is no value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[name].help
+                f"This is no value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
             ) from None
     _check_together(pins)
     return pins
@@ -146,6 +148,8 @@ def _check_together(pins: Mapping[str, Any]) -> None:
 
 def describe(decisions: Decisions) -> str:
     """The choices in one short line for people."""
+    if isinstance(decisions, ModuleDecisions):
+        return decisions.text()
     shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
     slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
     return (

@@ -21,8 +21,10 @@ from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.model.graph import Model
 from pipefit.model.ops import graph_flops
+from pipefit.model.ops.kind import Flops
+from pipefit.plan.ragged import conditions, frozen_layers
 from pipefit.plan.sharded import Programs
-from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction
+from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction, Space
 from pipefit.plan.work import parts_of, pipeline_work
 from pipefit.simulate import Timeline, simulate
 from pipefit.simulate.memory import MemoryCurve
@@ -169,20 +171,34 @@ def lane_prediction(plan: Plan, simulation: Simulation, lane: int, device: Devic
 
 
 def step_flops(plan: Plan, model: Model) -> float:
-    """Model FLOPs of one step over all rows, without recomputation: forward and both gradients."""
+    """Model FLOPs of one step over all rows, without recomputation: forward and both gradients; of layers that are not
+    trained no weight gradients, and no gradients at all where none before them is."""
     spaces = {space.name: space for space in plan.spaces}
-    total = 0.0
+    without, total = frozen_layers(model), 0.0
     for module in model.modules:
         space = spaces.get(module.space)
         if space is None:
             continue
-        symbols = {"B": 1, "T": space.tokens or plan.job.sequence}
-        known: dict[str, int] = {}
-        for layer in module.layers:
+        symbols, times = _flop_sizes(space, plan)
+        known: dict[str, Flops] = {}
+        for index, layer in enumerate(module.layers):
+            graph = model.graphs[layer.graph]
             if layer.graph not in known:
-                known[layer.graph] = graph_flops(model.graphs[layer.graph], symbols).total
-            total += known[layer.graph] * space.rows
+                known[layer.graph] = graph_flops(graph, symbols)
+            flops = known[layer.graph]
+            back = flops.input_gradient
+            if not graph.parameters or any(one.trainable for one in graph.parameters):
+                back += flops.weight_gradient
+            total += times * (flops.forward + (0 if index < without[module.name] else back))
     return total
+
+
+def _flop_sizes(space: Space, plan: Plan) -> tuple[Mapping[str, int], int]:
+    """(sizes, how often): one row of the space, or where rows differ all tokens of the step at once."""
+    if space.counts:
+        return {"B": 1, "T": sum(space.counts), "squares": sum(space.squares)}, 1
+    symbols = {"B": 1, "T": space.tokens or plan.job.sequence}
+    return {**symbols, **dict(conditions(plan.spaces, plan.job.batch, 1.0))}, space.rows
 
 
 def what_binds(timeline: Timeline) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,10 +59,22 @@ def replica_counts(samples: int, devices: int) -> list[int]:
     return sorted(count for count in {*spared, *range(1, min(FEW, samples) + 1)} if count <= devices)
 
 
-def options_of(profile: ModuleProfile, microbatches: int, samples: int, devices: int, limit_bytes: float) -> Options:
+def options_of(
+    profile: ModuleProfile,
+    microbatches: int,
+    samples: int,
+    devices: int,
+    limit_bytes: float,
+    fixed: Mapping[str, int] = MappingProxyType({}),
+) -> Options:
     """All layouts of a module on at most so many devices that fit by themselves, where a microbatch has `samples`
-    samples and a device holds `limit_bytes`."""
-    counts = np.array(replica_counts(samples, devices), dtype=np.int64)
+    samples and a device holds `limit_bytes`; of fixed `replicas` only those."""
+    each = replica_counts(samples, devices)
+    if "replicas" in fixed:
+        each = [fixed["replicas"]] if fixed["replicas"] <= min(samples, devices) else []
+    if not each:
+        return _none()
+    counts = np.array(each, dtype=np.int64)
     loads = [fullest_loads(profile.weights, microbatches, int(count), samples) for count in counts]
     mean, most = (np.array(column) for column in zip(*loads, strict=True))
     found = [
@@ -69,6 +82,21 @@ def options_of(profile: ModuleProfile, microbatches: int, samples: int, devices:
         for index in range(len(profile.ways))
     ]
     return _joined(found)
+
+
+def obeying(options: Options, fixed: Mapping[str, int]) -> Options:
+    """Those with the fixed `stages` and `devices`."""
+    for name in fixed.keys() & {"stages", "devices"}:
+        options = options.only(getattr(options, name) == fixed[name])
+    return options
+
+
+def _none() -> Options:
+    numbers, seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
+    return Options(
+        devices=numbers, stages=numbers, slowest_s=seconds, through_s=seconds, reduce_s=seconds, room=numbers,
+        replicas=numbers, way=numbers, row=numbers,
+    )  # fmt: skip
 
 
 def _of_way(
@@ -126,10 +154,10 @@ def _joined(found: Sequence[Options]) -> Options:
     return Options(**{name: np.concatenate([getattr(one, name) for one in found]) for name in Options.__slots__})
 
 
-def unbeaten(options: Options) -> Options:
+def unbeaten(options: Options, ways_differ: bool = False) -> Options:
     """Without layouts that another one beats in everything, or equals: they need no fewer devices, have no fewer
     stages, no shorter slowest stage or way through the module, no cheaper reduction, and bear no more stages behind
-    them."""
+    them. Where `ways_differ` in what goes with them, only layouts of the same way are compared."""
     keys = (-options.room, options.reduce_s, options.stages, options.through_s, options.slowest_s, options.devices)
     order = np.lexsort(keys)
     options = options.only(order)
@@ -147,5 +175,7 @@ def unbeaten(options: Options) -> Options:
             & (a.room[:, None] >= b.room)
         )
         beaten &= before[:, None] < own  # of equal ones, the first stays
+        if ways_differ:
+            beaten &= a.way[:, None] == b.way
         kept[own] = ~beaten.any(axis=0)
     return options.only(kept)

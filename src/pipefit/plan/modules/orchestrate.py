@@ -14,14 +14,15 @@ those before them, so layouts are put together from the end of the chain backwar
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
-from pipefit.plan.modules.options import Options, options_of, unbeaten
+from pipefit.plan.modules.options import Options, obeying, options_of, unbeaten
 from pipefit.plan.modules.profile import ModuleProfile
 
 NEAR = 0.15
@@ -86,10 +87,17 @@ def orchestrate(
     *,
     top: int = 100,
     counts: Iterable[int] | None = None,
+    passes: Sequence[NDArray[np.bool_]] = (),
+    fixed: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Orchestration:
-    """The `top` layouts with the least closed-form step, for modules in the order of the chain. `counts`: the numbers
-    of microbatches to consider, by default all that divide the batch. Exact: the first one is the optimum."""
-    search = _Search(profiles, devices, batch, limit_bytes, top)
+    """The `top` layouts with the least closed-form step, for modules in the order of the chain. Exact: the first one is
+    the optimum.
+
+    `counts`: the numbers of microbatches to consider, by default all that divide the batch. `passes[i]` [way of module
+    i, way of the next one]: whether they go together; none: all do. `fixed`: of modules by name, the `replicas`,
+    `stages` or `devices` that are given.
+    """
+    search = _Search(profiles, devices, batch, limit_bytes, top, passes, fixed or {})
     each = counts if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
     for bound_s, count in sorted((search.least_s(count), count) for count in each):
         if bound_s > search.until_s:
@@ -106,8 +114,16 @@ class _Search:
     """Keeps the best combinations so far: a heap with the worst of them on top."""
 
     def __init__(
-        self, profiles: Sequence[ModuleProfile], devices: int, batch: int, limit_bytes: float, top: int
+        self,
+        profiles: Sequence[ModuleProfile],
+        devices: int,
+        batch: int,
+        limit_bytes: float,
+        top: int,
+        passes: Sequence[NDArray[np.bool_]],
+        fixed: Mapping[str, Mapping[str, int]],
     ) -> None:
+        self.passes, self.fixed = passes, fixed
         self.profiles, self.devices, self.batch, self.limit_bytes, self.top = profiles, devices, batch, limit_bytes, top
         self.kept: list[_Kept] = []
         self.seen: set[_Kept] = set()
@@ -154,7 +170,13 @@ class _Search:
     def look(self, microbatches: int) -> None:
         """Combine the layouts of all modules for one count of microbatches."""
         samples = self.batch // microbatches
-        options = [options_of(one, microbatches, samples, self.devices, self.limit_bytes) for one in self.profiles]
+        options = [
+            obeying(
+                options_of(one, microbatches, samples, self.devices, self.limit_bytes, self.fixed.get(one.name, {})),
+                self.fixed.get(one.name, {}),
+            )
+            for one in self.profiles
+        ]
         self.considered += sum(one.size for one in options)
         if not all(one.size for one in options):
             return
@@ -164,7 +186,7 @@ class _Search:
                 return
             promising = self._promising(options, microbatches, min(self.until_s, bound_s * (1 + share)))
             if promising is not None:
-                promising = [unbeaten(one) for one in promising]
+                promising = [unbeaten(one, bool(self.passes)) for one in promising]
                 self._combine(promising, microbatches, len(promising) - 1, _Chosen())
             if bound_s * (1 + share) >= self.until_s:
                 return
@@ -189,6 +211,8 @@ class _Search:
         own, before = options[place], options[:place]
         least = sum(int(one.devices.min()) for one in before)
         fits = (own.room >= chosen.stages) & (own.devices + chosen.devices + least <= self.devices)
+        if self.passes and chosen.keys:
+            fits &= self.passes[place][own.way, chosen.keys[0][0]]
         step_s = chosen.all_best(before).step_s(own, microbatches)
         order = np.argsort(np.where(fits, step_s, np.inf), kind="stable")[: int(fits.sum())]
         for index in order.tolist():

@@ -1,0 +1,225 @@
+"""Profiles of the modules of a captured model, from the cost rooms that everything else is costed by.
+
+Every layer is asked for one and for two average samples; what does not grow is taken to be fixed. A frozen layer has
+no weight gradient (the graphs say so), and no backward at all where no layer before it is trained either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.curves import stage_overhead_s
+from pipefit.cost.memory import GRADIENT_BYTES, WORKSPACE_BYTES, static_parts
+from pipefit.cost.network import Network
+from pipefit.cost.packed import as_sizes
+from pipefit.cost.roofline import LayerCost, LayerCosts
+from pipefit.cost.table import ACTION_OVERHEAD_S, layer_costs
+from pipefit.cost.types import Array
+from pipefit.cost.work import ParameterCounts, Recompute, StageWork
+from pipefit.errors import PlanError
+from pipefit.layout import Axis, Form, Group
+from pipefit.model.graph import Module
+from pipefit.plan.decisions import Sharding
+from pipefit.plan.modules.profile import ModuleProfile, Way
+from pipefit.plan.modules.samples import Samples
+from pipefit.plan.ragged import CONDITIONS, frozen_layers
+from pipefit.plan.sharded import LayerProgram, Programs
+from pipefit.plan.structure import can_pass
+from pipefit.plan.types import Job, SampleLoad
+
+SHARDINGS: tuple[Sharding, ...] = ("megatron-sp", "megatron")
+"""Programs over a shard axis, the preferred one first."""
+
+ALONE: tuple[Sharding, ...] = ("none",)
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+
+NO_PARAMETERS = ParameterCounts(trainable=(0,), frozen=(0,), whole=(0,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostedWay:
+    """What a way of a profile stands for."""
+
+    sharding: Sharding
+    shards: int
+    recompute: Recompute
+    takes: Form
+    gives: Form
+    load: SampleLoad
+    "Of all layers together."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costed:
+    """A module's profile with what its ways stand for."""
+
+    profile: ModuleProfile
+    ways: tuple[CostedWay, ...]
+
+
+class Costing:
+    """Makes profiles; what they are made from is handed in once."""
+
+    def __init__(self, programs: Programs, network: Network, layers: LayerCosts, job: Job, samples: Samples) -> None:
+        self.programs, self.network, self.layers, self.job, self.samples = programs, network, layers, job, samples
+        self.frozen = frozen_layers(programs.model)
+        self.means = {name: float(table.mean()) for name, table in samples.tokens.items()}
+
+    def profile(self, module: Module, pins: Mapping[str, Any]) -> Costed:
+        """Of a module, in the ways that its pins leave. Raises PlanError where they leave none."""
+        ways, meant = [], []
+        for sharding, shards, programs in self._programs(module, pins):
+            for recompute in [pins["recompute"][0]] if "recompute" in pins else RECOMPUTE:
+                each = [self._costs(module, programs, shards, recompute, samples) for samples in (1, 2)]
+                ways.append(self._way(module, sharding, shards, recompute, each))
+                meant.append(
+                    CostedWay(
+                        sharding=sharding,
+                        shards=shards,
+                        recompute=recompute,
+                        takes=programs[0].takes,
+                        gives=programs[-1].gives,
+                        load=self._load(module, programs, shards, recompute, each[0]),
+                    )
+                )
+        if not ways:
+            raise PlanError(
+                "A module cannot be split over so many shards.",
+                where=f"--fix {module.name}.shards",
+                seen=len(pins.get("shards", ())),
+                next_step="fix fewer shards, or none",
+            )
+        profile = ModuleProfile(
+            name=module.name,
+            ways=tuple(ways),
+            weights=self._weights(module, meant[0].load),
+            overhead_s=2 * (ACTION_OVERHEAD_S + stage_overhead_s(self.network.cluster)),
+            reduce_s_per_byte=self.network.rings([(0, self.network.devices - 1)]).s_per_byte,
+            workspace_bytes=float(WORKSPACE_BYTES),
+        )
+        return Costed(profile=profile, ways=tuple(meant))
+
+    def _programs(self, module: Module, pins: Mapping[str, Any]) -> Iterator[tuple[Sharding, int, list[LayerProgram]]]:
+        """(sharding, shards, program of every layer) for one shard and every power of two that a host has."""
+        most = max(host.devices for host in self.network.cluster.hosts)
+        counts = [len(pins["shards"])] if "shards" in pins else [1 << n for n in range(most.bit_length())]
+        for count in counts:
+            for sharding in SHARDINGS if count > 1 else ALONE:
+                try:
+                    programs = [self.programs.program(layer, sharding, (1,) * count) for layer in module.layers]
+                except PlanError:
+                    continue
+                yield sharding, count, programs
+                break
+
+    def _costs(
+        self,
+        module: Module,
+        programs: Sequence[LayerProgram],
+        shards: int,
+        recompute: Recompute,
+        samples: int,
+        squared: float = 1.0,
+    ) -> list[LayerCost]:
+        """Every layer with so many average samples, on the slowest kind of device; `squared`: their squares, as a part
+        of what they are."""
+        found = []
+        for first in self._places(shards):
+            group = Group(
+                axes=(Axis(name="replica", shares=(1,)), Axis(name="shard", shares=(1,) * shards)),
+                devices=tuple(range(first, first + shards)),
+            )
+            stage = StageWork(
+                lane=0,
+                group=group,
+                layers=tuple(program.graphs for program in programs),
+                rows=(samples,),
+                slices=(self.job.sequence,),
+                recompute=recompute,
+                parameters=NO_PARAMETERS,
+                split_state=False,
+                symbols=tuple(
+                    (symbol, round(samples * self.means[name]))
+                    for symbol, name in CONDITIONS.items()
+                    if name in self.means
+                ),
+                frozen=self.frozen[module.name],
+            )
+            if module.space in self.means:
+                squares = float(self.samples.squares[module.space].mean())
+                stage = as_sizes(stage, round(samples * self.means[module.space]), round(samples * squares * squared))
+            found.append(layer_costs(stage, self.job.precision, self.network, self.layers)[""])
+        return max(found, key=lambda each: sum(cost.forward_s for cost in each))
+
+    def _places(self, shards: int) -> list[int]:
+        """The first device of a host of every kind that has so many."""
+        found: dict[str, int] = {}
+        first = 0
+        for host in self.network.cluster.hosts:
+            if host.devices >= shards:
+                found.setdefault(host.kind, first)
+            first += host.devices
+        return list(found.values())
+
+    def _way(
+        self, module: Module, sharding: Sharding, shards: int, recompute: Recompute, each: Sequence[list[LayerCost]]
+    ) -> Way:
+        one_s, two_s = (np.array([cost.forward_s + cost.backward_s for cost in costs]) for costs in each)
+        sample_s = np.maximum(two_s - one_s, 0.0)
+        counts = [self.programs.counts([layer], sharding, (1,) * shards) for layer in module.layers]
+        precision = self.job.precision
+        parts = [static_parts(max(one.trainable), max(one.frozen), 1.0, precision) for one in counts]
+        return Way(
+            shards=shards,
+            recompute=recompute,
+            fixed_s=np.maximum(one_s - sample_s, 0.0),
+            sample_s=sample_s,
+            static_bytes=np.array([one["parameters"] + one["gradients"] for one in parts]),
+            state_bytes=np.array([one["optimizer"] for one in parts]),
+            saved_bytes=np.array([float(cost.saved_bytes) for cost in each[0]]),
+            gradient_bytes=np.array([float(max(one.trainable) * GRADIENT_BYTES[precision]) for one in counts]),
+        )
+
+    def _load(
+        self,
+        module: Module,
+        programs: Sequence[LayerProgram],
+        shards: int,
+        recompute: Recompute,
+        one: Sequence[LayerCost],
+    ) -> SampleLoad:
+        """What samples cost on the whole module: of a packed row what attention within images takes by squares, the
+        rest by tokens."""
+        forward_s = sum(cost.forward_s for cost in one)
+        backward = sum(cost.backward_s for cost in one) / forward_s if forward_s else 0.0
+        if module.space not in self.means:
+            return SampleLoad(space=module.space, row_s=forward_s, backward=backward)
+        half_s = sum(cost.forward_s for cost in self._costs(module, programs, shards, recompute, 1, 0.5))
+        by_squares_s = min(forward_s, max(0.0, 2 * (forward_s - half_s)))
+        return SampleLoad(
+            space=module.space,
+            token_s=(forward_s - by_squares_s) / max(1.0, self.means[module.space]),
+            square_s=by_squares_s / max(1.0, float(self.samples.squares[module.space].mean())),
+            backward=backward,
+        )
+
+    def _weights(self, module: Module, load: SampleLoad) -> Array:
+        """[sampled batch, sample]: what samples cost, an average one being 1."""
+        if module.space not in self.means:
+            return np.ones((1, 0))
+        tokens, squares = self.samples.tokens[module.space], self.samples.squares[module.space]
+        cost: Array = load.token_s * tokens + load.square_s * squares
+        return cost / cost.mean() if cost.any() else np.ones((1, 0))
+
+
+def passes(before: Costed, behind: Costed) -> NDArray[np.bool_]:
+    """[way of the one, way of the next]: whether the hidden state can go from one module to the next."""
+    return np.array(
+        [[can_pass((one.gives, one.shards), (two.takes, two.shards)) for two in behind.ways] for one in before.ways]
+    )

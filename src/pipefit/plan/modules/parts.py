@@ -1,0 +1,114 @@
+"""Groups, stages, edges and parameters of a plan of several modules: each module's own, joined into one chain.
+
+Where a packed row lies at either end of an edge, replicas hold the tokens of their own samples: form `G1` along the
+replica axis. Between modules the shard axes have to fit as between any two stages (`structure.can_pass`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from pipefit.model.graph import Model
+from pipefit.plan.modules.decisions import ModuleDecisions
+from pipefit.plan.sharded import LayerProgram, Programs, sharding_key
+from pipefit.plan.structure import FormsError, can_pass, dual, make_groups, make_parameters, make_stages, shard_shares
+from pipefit.plan.types import Edge, GroupPlan, Job, Parameter, Space, Stage, Wire
+from pipefit.plan.work import Parts
+
+
+def module_parts(
+    model: Model, programs: Programs, job: Job, decisions: ModuleDecisions, spaces: Sequence[Space]
+) -> Parts:
+    """The parts of these decisions. Raises FormsError where neighbouring stages hold the hidden state in forms that do
+    not go together."""
+    groups: list[GroupPlan] = []
+    stages: list[Stage] = []
+    split_state: list[bool] = []
+    modules = {module.name: module for module in model.modules}
+    for name, own in decisions.modules:
+        for stage in make_stages(modules[name], own, own.cuts, programs):
+            stages.append(replace(stage, group=stage.group + len(groups)))
+            split_state.append(decisions.zero1 and len(own.replicas) > 1)
+        groups += make_groups(own)
+    return Parts(
+        job=job,
+        groups=tuple(groups),
+        spaces=tuple(spaces),
+        stages=tuple(stages),
+        edges=tuple(chain_edges(stages, groups, programs, {space.name for space in spaces if space.tokens == 0})),
+        placement=tuple(range(len(stages))),
+        microbatches=decisions.microbatches,
+        slices=(job.sequence,),
+        split_state=tuple(split_state),
+    )
+
+
+def chain_edges(
+    stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs, packed: set[str]
+) -> list[Edge]:
+    """The hidden state from each stage to the next, within modules and from one to the other."""
+    edges = []
+    for source, (one, two) in enumerate(pairwise(stages)):
+        ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
+        gives = end_program(programs, one, ahead, -1).gives
+        takes = end_program(programs, two, behind, 0).takes
+        if not can_pass((gives, len(ahead)), (takes, len(behind))):
+            raise FormsError(
+                "Neighbouring stages hold the hidden state in forms that do not go together.",
+                where=f"{one.module}, then {two.module}",
+                seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
+                allowed="no whole tensor for several devices unless as many have it whole",
+            )
+        rows = "G1" if {one.space, two.space} & packed else "G0"
+        edges.append(
+            Edge(
+                source=source,
+                target=source + 1,
+                forward=_wire(rows, str(gives), str(takes)),
+                gradient=_wire(rows, dual(takes, len(behind)), dual(gives, len(ahead))),
+            )
+        )
+    return edges
+
+
+def end_program(programs: Programs, stage: Stage, shares: tuple[int, ...], end: int) -> LayerProgram:
+    """The program of the first (0) or last (-1) layer of a stage."""
+    return programs.program(programs.layers(stage.module, stage.layers)[end], sharding_key(stage), shares)
+
+
+def module_parameters(model: Model, parts: Parts, programs: Programs) -> tuple[Parameter, ...]:
+    """Every parameter once, module by module, by the numbers of the plan's stages."""
+    found = []
+    for module in model.modules:
+        own = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
+        stages = [parts.stages[index] for index in own]
+        split = any(parts.split_state[index] for index in own)
+        for one in make_parameters(module, stages, parts.groups, programs, split):
+            found.append(replace(one, uses=tuple(own[use] for use in one.uses), owner=own[one.owner]))
+    return tuple(found)
+
+
+def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The devices of every module, given its (devices, shards): modules with more shards first, so that no shard group
+    crosses hosts where the hosts have a multiple of them; empty where they do not fit."""
+    starts = list(itertools.accumulate(host_devices, initial=0))
+    free = [list(range(start, stop)) for start, stop in pairwise(starts)]
+    found: list[tuple[int, ...]] = [()] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index][1], index)):
+        devices, shards = sizes[index]
+        taken: list[int] = []
+        for host in free:
+            while len(taken) < devices and len(host) >= shards:
+                taken += host[:shards]
+                del host[:shards]
+        if len(taken) < devices:
+            return ()
+        found[index] = tuple(taken)
+    return tuple(found)
+
+
+def _wire(rows: str, sent: str, received: str) -> Wire:
+    return Wire(sent=(rows, sent), wire=(rows, sent), received=(rows, received))

@@ -1,0 +1,95 @@
+"""Samples that differ: what is known of them when a plan is made, and who takes which of a batch.
+
+A plan is made for whole global batches, not for average samples (Entrain, arXiv 2605.27918): a few are sampled, each
+arranged over microbatches and replicas, and simulated as it would run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.layout import split
+from pipefit.model.graph import Model
+from pipefit.plan.bounds import Ints
+from pipefit.plan.types import Arranging, Job, Space
+
+Arrange = Callable[["Samples", int, Arranging, Sequence[tuple[int, ...]], int], Ints]
+"""(samples, which batch, loads of the stages, replica shares of the stages, microbatches) -> for every position of the
+batch, which of its samples stands there."""
+
+ASSUMED_PART = 4
+"""Where nothing is known of the samples: every sample has one image of the sequence's tokens over this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Sampled global batches. Arrays [batch, sample] by space; spaces that are not named have rows that are alike."""
+
+    tokens: Mapping[str, Ints]
+    squares: Mapping[str, Ints]
+    "Sums over a sample's images of their tokens squared."
+    note: str
+    "Where they come from."
+
+    @property
+    def batches(self) -> int:
+        return min((len(one) for one in self.tokens.values()), default=1)
+
+    def space(self, name: str, job: Job, batch: int, order: Ints) -> Space:
+        """The space as a plan has it, its samples in this order."""
+        if name not in self.tokens:
+            return Space(name=name, rows=job.batch, tokens=job.sequence)
+        counts, squares = ([int(one) for one in table[name][batch][order]] for table in (self.tokens, self.squares))
+        return Space(name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares))
+
+
+def assumed_samples(model: Model, job: Job) -> Samples:
+    """One image a sample in every packed space, of a part of the sequence: where no data is named."""
+    each = max(1, job.sequence // ASSUMED_PART)
+    names = [module.space for module in model.modules if module.space != "samples"]
+    return Samples(
+        tokens={name: np.full((1, job.batch), each, dtype=np.int64) for name in names},
+        squares={name: np.full((1, job.batch), each * each, dtype=np.int64) for name in names},
+        note=f"samples: every one with an image of {each} tokens to see and to generate: assumed",
+    )
+
+
+def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Sequence[tuple[int, ...]], count: int) -> Ints:
+    """An `Arrange`: the heaviest sample first, each to the microbatch that has least so far of those with room, and
+    within it to the replica of the most finely divided stage that has (longest processing time first, Graham 1969).
+    The load of a sample is the sum over stages of its part of the stage's work."""
+    size = next(iter(samples.tokens.values())).shape[1] if samples.tokens else 0
+    if not size:
+        return np.zeros(0, dtype=np.int64)
+    load = np.zeros(size)
+    for one in arranging.loads:
+        if one.space in samples.tokens:
+            own = one.token_s * samples.tokens[one.space][batch] + one.square_s * samples.squares[one.space][batch]
+            load += own * (1.0 + one.backward)
+    if not arranging.balance or not load.any():
+        return np.arange(size, dtype=np.int64)
+    finest = max(shares, key=len)
+    rooms = [stop - start for start, stop in split(size // count, finest)]
+    order: list[int] = []
+    for own in _lightest_first(np.argsort(-load, kind="stable"), load, [size // count] * count):
+        for replica in _lightest_first(np.array(own), load, rooms):
+            order += replica
+    return np.array(order, dtype=np.int64)
+
+
+def _lightest_first(heaviest: Ints, load: Array, rooms: Sequence[int]) -> list[list[int]]:
+    """Who goes into which bin: each to the bin with the least load that has room."""
+    bins: list[list[int]] = [[] for _ in rooms]
+    heap = [(0.0, index) for index, room in enumerate(rooms) if room]
+    heapq.heapify(heap)
+    for one in heaviest.tolist():
+        total, index = heapq.heappop(heap)
+        bins[index].append(one)
+        if len(bins[index]) < rooms[index]:
+            heapq.heappush(heap, (total + float(load[one]), index))
+    return bins

@@ -1,0 +1,155 @@
+"""Plans of several modules: disjoint devices, ragged predictions, frozen modules, and nothing faster by trying all."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from three_modules import skewed_samples, three_modules
+
+from pipefit.cluster import parse_spec
+from pipefit.codec import dump_text, load_text
+from pipefit.errors import DoesNotFitError, PlanError
+from pipefit.plan.build import Workbench
+from pipefit.plan.check import check_plan
+from pipefit.plan.explain import forecast
+from pipefit.plan.make import make_plan
+from pipefit.plan.modules.decisions import ModuleDecisions
+from pipefit.plan.modules.find import _Finder
+from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
+from pipefit.plan.modules.parts import host_order
+from pipefit.plan.modules.samples import dealt
+from pipefit.plan.pins import parse_pins
+from pipefit.plan.predict import simulate_plan
+from pipefit.plan.types import Arranging, Job, Plan
+
+JOB = Job(batch=8, sequence=4096)
+CLUSTER = parse_spec("8xA100-80")
+SAMPLES = skewed_samples(8)
+
+
+def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", **more: Any) -> Plan:
+    model = three_modules(frozen)
+    return make_plan(model, parse_spec(cluster), JOB, parse_pins(fixes), samples=more.pop("samples", SAMPLES), **more)
+
+
+def test_a_plan_of_three_modules_is_whole_and_predicted_as_ragged_as_its_samples() -> None:
+    plan, model = made(), three_modules()
+    check_plan(plan, model, CLUSTER)
+    assert load_text(Plan, dump_text(plan), "plan") == plan
+    owners = {stage.group: stage.module for stage in plan.stages}
+    devices = [(device, owners[index]) for index, group in enumerate(plan.groups) for device in group.devices]
+    assert len({device for device, _ in devices}) == len(devices) <= 8, "no device of two modules"
+    assert {name for _, name in devices} == {"vision", "language", "generator"}
+    counts = {space.name: sum(space.counts) for space in plan.spaces}
+    assert counts["patches"] == SAMPLES.tokens["patches"][0].sum() and counts["samples"] == 0
+    assert plan.prediction is not None and plan.arranging is not None
+    assert len(plan.arranging.loads) == len(plan.stages)
+    again = simulate_plan(plan, model, CLUSTER)
+    assert again.timeline.makespan_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
+    assert any("disjoint" in note for note in forecast(plan))
+    assert plan.decisions["vision.devices"] == str(sum(name == "vision" for _, name in devices))
+
+
+def test_forms_of_packed_rows_go_by_tokens_on_both_sides_of_a_seam() -> None:
+    plan = made("language.stages=2", "microbatches=4")
+    rows = {
+        (plan.stages[edge.source].module, plan.stages[edge.target].module): edge.forward.sent[0] for edge in plan.edges
+    }
+    assert rows["vision", "language"] == rows["language", "generator"] == "G1" and rows["language", "language"] == "G0"
+
+
+def test_frozen_modules_have_no_backward_and_need_less() -> None:
+    trained, frozen = (made("microbatches=4", frozen=names, samples=None) for names in ((), ("vision",)))
+    check_plan(frozen, three_modules(("vision",)), CLUSTER)
+    words = frozen.order.lanes[0].split()
+    assert "0F3" in words and not {"0B0", "0I0", "0W0", "0REDUCE"} & {*words}
+    assert trained.prediction is not None and frozen.prediction is not None
+    assert frozen.prediction.step_s < trained.prediction.step_s
+    assert frozen.prediction.flops_per_step < trained.prediction.flops_per_step
+    share = [int(plan.decisions["vision.devices"]) / len(plan.devices) for plan in (trained, frozen)]
+    assert share[1] <= share[0]
+    late = made("microbatches=4", frozen=("generator",), samples=None)
+    last = len(late.stages) - 1
+    assert {f"{last}B3", f"{last}I3"} & {*late.order.lanes[-1].split()}, "gradients pass through it"
+
+
+def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
+    """Every number of microbatches, replicas and stages on four devices, with 1F1B, nothing recomputed."""
+    model, cluster = three_modules(), parse_spec("4xA100-80")
+    pins = parse_pins(["schedule=1f1b", *(f"{module.name}.recompute=none" for module in model.modules)])
+    finder = _Finder(Workbench(model, cluster), JOB, pins, replace(SAMPLES, tokens=first(SAMPLES.tokens)), dealt)
+    for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.costed))):
+        fits = sum(grid.devices for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
+        if fits and all(grid.shards == 1 for grid in grids):
+            decisions = finder.decisions(Arrangement(microbatches=count, modules=grids, step_s=0.0))
+            assert decisions is not None
+            finder.simulate(decisions, 0)
+    every = min(one.step_s for one in finder.fitting)
+    assert len(finder.fitting) > 20
+    plan = make_plan(model, cluster, JOB, pins, samples=finder.samples)
+    assert plan.prediction is not None and plan.prediction.step_s <= every * (1 + 1e-9)
+
+
+def first(tables: Any) -> dict[str, Any]:
+    return {name: table[:1] for name, table in tables.items()}
+
+
+def layouts(costed: Any) -> list[ModuleLayout]:
+    """Replicas up to 2, stages up to 2, one shard."""
+    cuts = costed.profile.ways[0].cuts
+    return [
+        ModuleLayout(module=costed.profile.name, replicas=r, shards=1, cuts=bounds[1:-1], recompute="none")
+        for r in (1, 2)
+        for bounds in cuts.bounds
+        if len(bounds) <= 3
+    ]
+
+
+def test_pins_of_one_module() -> None:
+    plan = made("vision.replicas=2", "language.stages=3", "microbatches=2", "generator.devices=1")
+    assert plan.decisions["vision.replicas"] == "2" and plan.decisions["language.stages"] == "3"
+    assert plan.decisions["generator.devices"] == "1" and plan.order.microbatches == 2
+
+
+def test_pins_that_mean_nothing_here() -> None:
+    for text, seen in (("visoin.replicas=2", "visoin.replicas"), ("replicas=2", "replicas")):
+        with pytest.raises(PlanError, match="several modules") as caught:
+            made(text)
+        assert caught.value.seen == seen and "vision.replicas" in str(caught.value.allowed)
+
+
+def test_modules_that_exceed_the_cluster() -> None:
+    with pytest.raises(DoesNotFitError, match="No layout of the modules fits") as caught:
+        made(cluster="2xA100-80")
+    assert "2 devices for 3 modules" in str(caught.value)
+
+
+def test_dealing_out_evens_the_fullest_replica() -> None:
+    """Against taking samples as they come: less on the fullest replica of a microbatch, and the same samples."""
+    samples = skewed_samples(64, 1)
+    plan = made("microbatches=2", "vision.replicas=2")
+    assert plan.arranging is not None
+    loads = plan.arranging
+    order = dealt(samples, 0, loads, [(1, 1), (1,), (1,)], 8)
+    assert sorted(order.tolist()) == list(range(64))
+    weight = sum(
+        (one.token_s * samples.tokens[one.space][0] for one in loads.loads if one.space in samples.tokens), np.zeros(64)
+    )
+    dealt_out, as_they_come = (weight[rows].reshape(16, 4).sum(axis=1).max() for rows in (order, np.arange(64)))
+    assert dealt_out < 0.8 * as_they_come
+    assert dealt(samples, 0, Arranging(balance=False), [(1,)], 8).tolist() == list(range(64))
+
+
+def test_shard_groups_stay_within_hosts() -> None:
+    assert host_order([(2, 1), (8, 4), (2, 2)], [8, 4]) == ((10, 11), (0, 1, 2, 3, 4, 5, 6, 7), (8, 9))
+    assert host_order([(4, 4)], [3, 3]) == ()
+
+
+def test_words_name_every_module() -> None:
+    plan = made("microbatches=4")
+    assert {key.partition(".")[0] for key in plan.decisions if "." in key} == {"vision", "language", "generator"}
+    assert ModuleDecisions(modules=()).words(())["modules"] == plan.decisions["modules"] == "disjoint"
