@@ -54,10 +54,11 @@ def _reordered(shape: BatchShape, block: Block, times: list[Ints]) -> Ints:
     schedule = shape.schedule
     if schedule is not None and schedule.microbatches != block.blocks:
         schedule = None  # stages that take several microbatches: the chain of blocks stands for them
-    pipeline = _pipeline(len(times), block.blocks, schedule)
+    components = int(block.component.max()) + 1
+    pipeline = _pipeline(len(times), block.blocks, schedule, components * shape.arranging.swaps)
     positions = np.arange(block.rows * block.blocks, dtype=np.int64).reshape(block.blocks, block.rows)
     result = positions.copy()
-    for component in range(int(block.component.max()) + 1):
+    for component in range(components):
         where = block.component == component
         forward = np.stack([stage_times_ns(block, stage, time, where) for stage, time in enumerate(times)])
         order = ordered(pipeline, forward, _backward(shape, forward), shape.arranging.swaps)
@@ -81,9 +82,11 @@ def _block(shape: BatchShape) -> Block:
     return found
 
 
-def _pipeline(stages: int, microbatches: int, schedule: Schedule | None) -> Pipeline:
+def _pipeline(stages: int, microbatches: int, schedule: Schedule | None, tries: int) -> Pipeline:
     key = (stages, microbatches, id(schedule))
-    made: tuple[Schedule | None, Pipeline] = _kept(key, lambda: (schedule, Pipeline(stages, microbatches, schedule)))
+    made: tuple[Schedule | None, Pipeline] = _kept(
+        key, lambda: (schedule, Pipeline(stages, microbatches, schedule, tries))
+    )
     return made[1]
 
 

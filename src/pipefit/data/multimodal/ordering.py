@@ -18,31 +18,40 @@ from pipefit.schedule.compile import TaskGraph, compile_graph
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import Problem, linear
 from pipefit.schedule.table import B, F, I, W
-from pipefit.schedule.times import run_sweep, spread
+from pipefit.schedule.times import run_sweep
 
 Makespan = Callable[[Ints], float]
 """The time of one iteration with the microbatches in this order."""
 
 _SWAP = 0x5A4B
 
+_COMPILED_FROM = 500_000
+"""Waits of tasks that are looked at, over all tries, from which it pays to import numba."""
+
 
 class Pipeline:
     """The makespan of one iteration, by the simulator's task graph; transfers take no time here."""
 
-    def __init__(self, stages: int, microbatches: int, schedule: Schedule | None = None) -> None:
-        """`schedule`: computed or lowered; None is 1F1B with a lane for every stage."""
+    def __init__(self, stages: int, microbatches: int, schedule: Schedule | None = None, tries: int = 0) -> None:
+        """`schedule`: computed or lowered; None is 1F1B with a lane for every stage. `tries`: how often, about, the
+        makespan of one batch will be asked for: whether compiling pays."""
         if schedule is None:
             schedule = FAMILIES["1f1b"].build(Problem(placement=linear(stages), microbatches=microbatches))
-        self._graph: TaskGraph = compile_graph(schedule)
+        graph = compile_graph(schedule)
+        self._graph: TaskGraph = graph
         self._slices = schedule.slices
+        self._compiled = True if tries * len(graph.after) > _COMPILED_FROM else None
+        self._groups = [(code, graph.groups[code]) for code in (F, B, I, W) if code in graph.groups]
+        self._transit = np.zeros(graph.size)
 
     def makespan_ns(self, forward_ns: Ints, backward_ns: Ints) -> float:
         """Both (stages, microbatches), in the order in which they run."""
-        graph, duration = self._graph, np.zeros(self._graph.size)
-        for code, times in ((F, forward_ns), (B, backward_ns), (I, backward_ns / 2), (W, backward_ns / 2)):
-            if code in graph.groups:
-                duration[graph.groups[code].tasks] = spread(graph, code, times[:, :, None] / self._slices)
-        return float(run_sweep(graph, duration, np.zeros(graph.size)).moment_s.max())
+        duration = np.zeros(self._graph.size)
+        by_slice = [np.repeat(times.reshape(-1) / self._slices, self._slices) for times in (forward_ns, backward_ns)]
+        for code, group in self._groups:
+            times = by_slice[0] if code == F else by_slice[1]
+            duration[group.tasks] = (times if code in (F, B) else times / 2)[group.place]
+        return float(run_sweep(self._graph, duration, self._transit, self._compiled).moment_s.max())
 
 
 def ordered(pipeline: Pipeline, forward_ns: Ints, backward_ns: Ints, swaps: int) -> Ints:
