@@ -14,13 +14,14 @@ from plan_toys import block_graph, toy_cluster, toy_model
 from torch import nn
 from torch.nn import functional
 
-from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
+from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail, open_cluster
 from pipefit.codec import dump_text, load_text
 from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.network import Network
 from pipefit.layout import IDENTITY, gathered
 from pipefit.model.capture_whole import capture_whole
 from pipefit.model.example import Example
+from pipefit.model.registry import open_model
 from pipefit.plan.build import Workbench
 from pipefit.plan.check import check_fresh, check_plan
 from pipefit.plan.decisions import Decisions
@@ -243,6 +244,23 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
     assert looker.shape(4) == (4, 16)
     hopes = [hope for hope in looker.hopes() if [len(lane[0]) for lane in hope.layout.lanes] == [2, 2]]
     assert hopes and all(map(looker.decisions, hopes))
+
+
+def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() -> None:
+    """Where no stage hands it on, blocks may hold it by rows and the vocabulary by features: less than one form for
+    all costs."""
+    job = Job(batch=8, sequence=1024, precision="bfloat16")
+    looker = _Looker(Workbench(open_model("tiny-gpt2"), open_cluster("2xH100")), job, {"shards": (1, 1)}, NOTHING)
+    hope = next(hope for hope in looker.hopes() if len(hope.layout.lanes) == hope.microbatches == 1)
+    (ask,) = looker.asks(hope)
+    assert ask is not None
+    best = looker.oracle.best(ask)
+    assert best is not None
+    assert best.cost_s < 0.995 * min(one.cost_s for one in looker.oracle.forms(ask).values())
+    chosen = looker.decisions(hope)
+    assert chosen is not None
+    recipes = looker.bench.programs.recipes_in({*chosen.recipes})
+    assert {*recipes.values()} == {link.recipe.text for link in best.links}
 
 
 def test_what_goes_on_between_groups_but_not_back_is_no_point_of_the_trade() -> None:

@@ -94,10 +94,11 @@ class Oracle:
                 answer.chains.streams = free
         return {form: found for form, found in answer.forms.items() if found is not None}
 
-    def segmented(self, ask: Ask, found: Synthesized) -> Synthesized:
-        """The programs of one group for the whole model, with shares of their own for parts of it where that is
+    def whole(self, ask: Ask) -> Synthesized | None:
+        """The best programs of one group for the whole model, with shares of their own for parts of it where that is
         cheaper; as they are where shares are given or devices are many."""
-        if self.shares or self.bench.network.devices > FEW:
+        found = self.best(ask)
+        if found is None or self.shares or self.bench.network.devices > FEW:
             return found
         return segmented(self._answer(ask).chains, self.bench.module.layers, found)
 

@@ -296,8 +296,8 @@ class _Looker:
         if chosen is None:
             return None
         found = [forms[form] if forms else None for forms, form in zip(sets, chosen, strict=True)]
-        if len(found) == 1 and found[0] is not None and (ask := self.asks(hope)[0]) is not None:
-            found = [self.oracle.segmented(ask, found[0])]
+        if len(found) == 1 and (ask := self.asks(hope)[0]) is not None:  # nothing is handed on: every layer its form
+            found = [self.oracle.whole(ask)]
         recipes = [self.recipes(one) if one else "" for one in found]
         shards = tuple(one.shares if one else lane.shares for one, lane in zip(found, held, strict=True))
         decisions = Decisions(
