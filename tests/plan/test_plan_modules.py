@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from plan_toys import toy_model
 from three_modules import skewed_samples, three_modules
 
+from pipefit.cli import main
 from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import DoesNotFitError, PlanError
 from pipefit.plan.build import Workbench
-from pipefit.plan.check import check_plan
+from pipefit.plan.check import check_plan, load_plan
 from pipefit.plan.explain import forecast
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.decisions import ModuleDecisions
@@ -81,7 +84,7 @@ def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     """Every number of microbatches, replicas and stages on four devices, with 1F1B, nothing recomputed."""
     model, cluster = three_modules(), parse_spec("4xA100-80")
     pins = parse_pins(["schedule=1f1b", *(f"{module.name}.recompute=none" for module in model.modules)])
-    finder = _Finder(Workbench(model, cluster), JOB, pins, replace(SAMPLES, tokens=first(SAMPLES.tokens)), dealt)
+    finder = _Finder(Workbench(model, cluster), JOB, pins, skewed_samples(8, 1), dealt)
     for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.costed))):
         fits = sum(grid.devices for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
         if fits and all(grid.shards == 1 for grid in grids):
@@ -92,10 +95,6 @@ def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     assert len(finder.fitting) > 20
     plan = make_plan(model, cluster, JOB, pins, samples=finder.samples)
     assert plan.prediction is not None and plan.prediction.step_s <= every * (1 + 1e-9)
-
-
-def first(tables: Any) -> dict[str, Any]:
-    return {name: table[:1] for name, table in tables.items()}
 
 
 def layouts(costed: Any) -> list[ModuleLayout]:
@@ -120,6 +119,12 @@ def test_pins_that_mean_nothing_here() -> None:
         with pytest.raises(PlanError, match="several modules") as caught:
             made(text)
         assert caught.value.seen == seen and "vision.replicas" in str(caught.value.allowed)
+
+
+def test_samples_of_another_batch() -> None:
+    with pytest.raises(PlanError, match="not of the size of the job's") as caught:
+        made(samples=skewed_samples(9))
+    assert "(2, 9)" in str(caught.value.seen)
 
 
 def test_modules_that_exceed_the_cluster() -> None:
@@ -147,6 +152,43 @@ def test_dealing_out_evens_the_fullest_replica() -> None:
 def test_shard_groups_stay_within_hosts() -> None:
     assert host_order([(2, 1), (8, 4), (2, 2)], [8, 4]) == ((10, 11), (0, 1, 2, 3, 4, 5, 6, 7), (8, 9))
     assert host_order([(4, 4)], [3, 3]) == ()
+
+
+def test_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index of images, a plan for its batches, and what explain says of it."""
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "images").mkdir()
+    for number in range(16):
+        image.new("RGB", (16 * (1 + number % 5), 32)).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "images" / f"{number}.txt").write_text("a picture")
+    (tmp_path / "model.json").write_text(dump_text(three_modules()))
+
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["pipefit", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out = capsys.readouterr()
+        return code, out.out + out.err
+
+    assert run("data", str(tmp_path / "images"), "-o", str(tmp_path / "index"))[0] == 0
+    words = ["plan", "--model", str(tmp_path / "model.json"), "--batch", "4", "--seq", "64", "--cluster", "4xA100-80"]
+    plan_file = str(tmp_path / "plan.json")
+    code, out = run(*words, "--data", str(tmp_path / "index"), "--fix", "vision.replicas=1", "-o", plan_file)
+    assert code == 0, out
+    assert "modules: every one on devices of its own" in out and "3 global batches of index" in out
+    plan = load_plan(plan_file)
+    assert {space.name: len(space.counts) for space in plan.spaces} == {"samples": 0, "patches": 4, "latents": 4}
+    assert set(plan.spaces[1].counts) <= {2, 4, 6, 8, 10} and set(plan.spaces[2].counts) == {0}
+    assert "vision.replicas" in run("explain", plan_file)[1]
+    (tmp_path / "text.json").write_text(dump_text(toy_model(2)))
+    words[2] = str(tmp_path / "text.json")
+    code, out = run(*words, "--data", str(tmp_path / "index"))
+    assert code == 2 and "Samples matter to the plan of a model with images only." in out
 
 
 def test_words_name_every_module() -> None:

@@ -6,12 +6,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 if TYPE_CHECKING:
+    from pipefit.model.graph import Model
     from pipefit.plan.types import Job, Plan
+
+BATCHES = 3
+"""Global batches of an index that are planned for."""
 
 
 def command(
@@ -45,6 +49,10 @@ def command(
     documents: Annotated[
         str, typer.Option(help="Attention between documents that are packed into one sequence: joined, or apart.")
     ] = "joined",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Of a model with images: an index that `pipefit data` made; its batches are planned for."),
+    ] = None,
 ) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and say why."""
     from pipefit.cli._plans import cluster_text, print_tables
@@ -68,6 +76,8 @@ def command(
     opened = open_model(model)
     job = _job(batch, asked_length(opened, seq), precision or ("float32" if local else "bfloat16"), seed, documents)
     making = _making(memory, risk)
+    if data is not None:
+        making = partial(making, **_sampled(opened, data, job))
     with _progress() as progress:
         plan = making(opened, found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
     if output is not None:
@@ -103,6 +113,24 @@ def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     allowed = RISK if risk is None else risk
     check_risk(allowed)
     return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
+
+
+def _sampled(opened: Model, data: Path, job: Job) -> dict[str, Any]:
+    """What is planned for, of an index: its first global batches, and how a run arranges them."""
+    from pipefit.data.multimodal.index import open_index
+    from pipefit.data.multimodal.planning import arranged_samples, sampled
+    from pipefit.data.multimodal.sample_rows import rows_of_index
+    from pipefit.errors import PlanError
+
+    if len(opened.modules) < 2:
+        raise PlanError(
+            "Samples matter to the plan of a model with images only.",
+            where="--data",
+            seen=f"a model of one module, {opened.modules[0].name!r}",
+            next_step="leave --data out; `pipefit train` takes it",
+        )
+    rows = rows_of_index(open_index(data), job.sequence)
+    return {"samples": sampled(rows, job.batch, BATCHES, job.seed, data.name), "arrange": arranged_samples}
 
 
 def _job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:

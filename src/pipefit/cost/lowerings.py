@@ -265,7 +265,7 @@ def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: S
     def collective(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
         if kind == "reshare":
             return known.reshare_s(total_bytes, units[: known.size], units[known.size :])
-        parts = [tuple((stop - start) / count for start, stop in split(count, shares)) for count in units]
+        parts = [tuple((stop - start) / max(1, count) for start, stop in split(count, shares)) for count in units]
         return known.seconds(kind, how, total_bytes, *(parts or (exact,)))
 
     return collective

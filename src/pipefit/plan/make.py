@@ -17,7 +17,7 @@ from pipefit.plan.groups.search import with_groups
 from pipefit.plan.left_out import left_out
 from pipefit.plan.length import own_length
 from pipefit.plan.modules.find import ModulesFound, modules_found
-from pipefit.plan.modules.samples import Arrange, Samples, assumed_samples, dealt
+from pipefit.plan.modules.samples import Arrange, Samples, assumed_samples, completed, dealt
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.in_planner import place_found
@@ -61,7 +61,7 @@ def make_plan(
     check_apart(model)
     bench = Workbench(model, cluster, layers, name, cluster_source)
     if len(model.modules) > 1:
-        given = samples or assumed_samples(model, job)
+        given = completed(samples, model, job) if samples else assumed_samples(model, job)
         return _of_modules(bench, job, modules_found(bench, job, pins or {}, given, arrange, progress), top)
     pins = {**whole_pins(model, pins or {}), **(pins or {})}
     if pins.get("sharding") == "searched":

@@ -138,20 +138,26 @@ class _Finder:
         self.settle(sorted(best, key=lambda one: one.rank)[:BEST])
 
     def settle(self, best: Sequence[Evaluated]) -> None:
-        """The order of the best by their mean over all sampled batches."""
+        """The order of the best by their mean over all sampled batches, their microbatches put in order as well."""
+        settled: list[Evaluated] = []
         for one in best:
-            others = [self.simulate(_plain(one), batch, keep=False) for batch in range(1, self.samples.batches)]
-            each = [one.step_s, *(other.step_s if other is not None else float("inf") for other in others)]
-            self.step_s[id(one)] = float(np.mean(each))
-        rest = [one for one in self.fitting if id(one) not in self.step_s]
-        settled = sorted(best, key=lambda one: (self.step_s[id(one)], one.rank))
+            made = [self.simulate(_plain(one), batch, keep=False) for batch in range(self.samples.batches)]
+            whole = [each for each in made if each is not None]
+            if len(whole) == len(made):
+                self.step_s[id(whole[0])] = float(np.mean([each.step_s for each in whole]))
+                settled.append(whole[0])
+        known = {id(one) for one in best}
+        rest = [one for one in self.fitting if id(one) not in known]
+        settled.sort(key=lambda one: (self.step_s[id(one)], one.rank))
         self.fitting = [*settled, *sorted(rest, key=lambda one: one.rank)]
 
     def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
-        """One plan on one sampled batch; None where it does not fit or cannot be made."""
+        """One plan on one sampled batch; None where it does not fit or cannot be made. What is to be kept is looked at
+        in passing: samples are balanced, but microbatches stay in the order that this gives."""
         shares = [own.replicas for _, own in decisions.modules for _ in range(own.stage_count)]
         arranging = self.loads(decisions)
-        order = self.arrange(self.samples, batch, arranging, shares, decisions.microbatches)
+        looking = replace(arranging, order=False) if keep else arranging
+        order = self.arrange(self.samples, batch, looking, shares, decisions.microbatches)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
         spaces = [self.samples.space(name, self.job, batch, order) for name in names]
         try:
@@ -201,7 +207,7 @@ class _Finder:
 
     def result(self) -> ModulesFound:
         best = self.fitting[0]
-        mean_s = self.step_s[id(best)]
+        mean_s = self.step_s.get(id(best), best.step_s)
         found = Found(
             fitting=tuple(self.fitting),
             misfits=tuple(sorted(self.misfits, key=lambda misfit: misfit.bound_s)),

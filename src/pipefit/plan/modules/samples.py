@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipefit.cost.types import Array
+from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.model.graph import Model
 from pipefit.plan.bounds import Ints
@@ -46,6 +47,24 @@ class Samples:
             return Space(name=name, rows=job.batch, tokens=job.sequence)
         counts, squares = ([int(one) for one in table[name][batch][order]] for table in (self.tokens, self.squares))
         return Space(name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares))
+
+
+def completed(samples: Samples, model: Model, job: Job) -> Samples:
+    """With every packed space of the model; one that is not named has no tokens. Raises PlanError for batches of
+    another size than the job's."""
+    tokens, squares = dict(samples.tokens), dict(samples.squares)
+    for name in [module.space for module in model.modules if module.space != "samples"]:
+        tokens.setdefault(name, np.zeros((samples.batches, job.batch), dtype=np.int64))
+        squares.setdefault(name, np.zeros((samples.batches, job.batch), dtype=np.int64))
+    for name, table in tokens.items():
+        if table.shape != (samples.batches, job.batch) or squares[name].shape != table.shape:
+            raise PlanError(
+                "The sampled batches are not of the size of the job's.",
+                where=f"samples, space {name!r}",
+                seen=f"{table.shape} tokens, {squares[name].shape} squares",
+                allowed=f"{job.batch} samples in each of them",
+            )
+    return replace(samples, tokens=tokens, squares=squares)
 
 
 def assumed_samples(model: Model, job: Job) -> Samples:
