@@ -118,9 +118,9 @@ def train_whole(
     feeding = SampleFeeding(plan, model, samples, fed, worker.device, torch.device("cpu"), total)
     losses = []
     for step in range(steps):
-        feeds, divisor = feeding.step(step)
+        feeds, divisor, _ = feeding.step(step)
         losses.append(worker.step(feeds, step, divisor).read()[0])
-    feeds, divisor = feeding.evaluation(0)
+    feeds, divisor, _ = feeding.evaluation(0)
     held_out = float(worker.evaluate(feeds)) / divisor
     whole = gather_full(model_pieces(worker, saving=True), group=cases.group_of(worker))
     return losses, {name.partition("/")[2]: t.numpy() for name, t in whole if t is not None}, held_out

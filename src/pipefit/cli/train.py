@@ -17,12 +17,19 @@ def command(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Files, folders, patterns or `stdlib` (the default), repeatable; for whole models FILE.py:FUNCTION."
+            help="Files, folders, patterns or `stdlib` (the default), repeatable; for whole models FILE.py:FUNCTION; "
+            "for multimodal models the folder of an index (pipefit data)."
         ),
     ] = None,
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
     field: str = typer.Option("text", help="Field of jsonl and column of parquet files that holds the text."),
     held_out: float = typer.Option(0.01, help="Rows kept for evaluation: a fraction below 1, or a number."),
+    workers: int = typer.Option(0, help="Processes of every rank that prepare images ahead; 0: the rank itself."),
+    pack: bool = typer.Option(False, "--pack", help="Put as many samples with images into a sequence as fit."),
+    on_long: str = typer.Option("fail", help="What a sample does that is longer than the sequence: fail or skip."),
+    on_broken: str = typer.Option(
+        "fail", help="What an image does that has broken since it was indexed: fail or blank."
+    ),
     cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
     local: int = typer.Option(0, help="Start this many ranks on this machine."),
     resume: str = typer.Option("", help="Continue from a run's folder or from one of its checkpoints."),
@@ -67,7 +74,9 @@ def command(
     config = check_train_config(
         TrainConfig(
             plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or (STDLIB,)), tokenizer=tokenizer,
-            field=field, held_out=held_out, steps=steps, optimizer=optimizer, resume=resume, weights=weights,
+            field=field, held_out=held_out, workers=workers, pack=pack, on_long=on_long,  # type: ignore[arg-type]
+            on_broken=on_broken, steps=steps,  # type: ignore[arg-type]
+            optimizer=optimizer, resume=resume, weights=weights,
             eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep, async_save=async_save,
             log_every=log_every, tensorboard=tensorboard, trace=trace, device=device, timeout_s=timeout,
         )

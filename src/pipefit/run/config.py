@@ -30,6 +30,14 @@ class TrainConfig:
     "The field of jsonl and the column of parquet files that holds the text."
     held_out: float = 0.01
     "Rows kept for evaluation: a fraction below 1, or a number of rows."
+    workers: int = 0
+    "Processes of every rank that prepare images ahead; 0: the rank itself, when a step begins. Multimodal models."
+    pack: bool = False
+    "Put as many samples into a sequence as fit. Multimodal models."
+    on_long: Literal["fail", "skip"] = "fail"
+    "What a sample does that is longer than the sequence. Multimodal models."
+    on_broken: Literal["fail", "blank"] = "fail"
+    "What an image does that was whole when it was indexed and is broken now. Multimodal models."
     steps: int
     "Optimizer steps of the whole run, those before a resume included."
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -67,6 +75,9 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
             math.isfinite(config.held_out) and config.held_out >= 0,
             "a fraction from 0 up to 1, or a whole number of rows",
         ),
+        "workers": (config.workers >= 0, "0 or more"),
+        "on_long": (config.on_long in ("fail", "skip"), "fail or skip"),
+        "on_broken": (config.on_broken in ("fail", "blank"), "fail or blank"),
         "steps": (config.steps >= 1, "1 or more"),
         "eval_every": (config.eval_every >= 0, "0 or more"),
         "eval_batches": (config.eval_batches >= 1, "1 or more"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +24,17 @@ from pipefit.plan.types import Plan
 from pipefit.run.feed import Feed
 from pipefit.run.feeds import evaluation_feeds, make_feeds, place_of_device
 from pipefit.run.label_count import LabelCount
-from pipefit.run.worker import last_stage
+from pipefit.run.packed import Counts
+from pipefit.run.worker import Divisors, last_stage
 
-Feeds = list[list[Feed]]
-"""[microbatch][slice] of one device."""
+
+class Fed(NamedTuple):
+    """One step, or one batch of an evaluation, as `Worker.step` and `Worker.evaluate` take it."""
+
+    feeds: Any
+    "[microbatch][slice] (of an evaluation [microbatch]) of all stages of the device, or those by stage."
+    divisor: Divisors
+    counts: Counts | None = None
 
 
 class Feeding(Protocol):
@@ -36,7 +43,7 @@ class Feeding(Protocol):
     rows: Rows
     digest: str
 
-    def step(self, step: int) -> tuple[Feeds, int]:
+    def step(self, step: int) -> Fed:
         """The feeds of a training step, and what its loss is divided by."""
         ...
 
@@ -45,8 +52,12 @@ class Feeding(Protocol):
         """How many batches an evaluation has."""
         ...
 
-    def evaluation(self, index: int) -> tuple[list[Feed], int]:
+    def evaluation(self, index: int) -> Fed:
         """The feeds of one batch of an evaluation, and what its loss is divided by."""
+        ...
+
+    def close(self) -> None:
+        """No step is asked for any more."""
         ...
 
 
@@ -66,17 +77,20 @@ class TextFeeding:
         self.rows, self.digest = corpus.rows, corpus.digest
         self.rows.require_batch(plan.job.batch)
 
-    def step(self, step: int) -> tuple[Feeds, int]:
+    def step(self, step: int) -> Fed:
         batch = step_plan(self._shape, self.rows, step)
-        return make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor
+        return Fed(make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
 
     @property
     def evaluations(self) -> int:
         return evaluation_batches(self._shape, self.rows)
 
-    def evaluation(self, index: int) -> tuple[list[Feed], int]:
+    def evaluation(self, index: int) -> Fed:
         batch = evaluation_plan(self._shape, self.rows, index)
-        return evaluation_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor
+        return Fed(evaluation_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class SampleFeeding:
@@ -108,17 +122,20 @@ class SampleFeeding:
             wanted |= {tensor.name for tensor in self._counted.labels.inputs}
         self._fed = {name: tensor for name, tensor in fed.items() if tensor.name in wanted}
 
-    def step(self, step: int) -> tuple[Feeds, int]:
+    def step(self, step: int) -> Fed:
         batch = step_plan(self._shape, self.rows, step)
         feeds, count = self._feeds(batch, step)
-        return [[feed] for feed in feeds], count
+        return Fed([[feed] for feed in feeds], count)
 
     @property
     def evaluations(self) -> int:
         return self.rows.held_out // self._plan.job.batch
 
-    def evaluation(self, index: int) -> tuple[list[Feed], int]:
-        return self._feeds(evaluation_plan(self._shape, self.rows, index), HELD_OUT)
+    def evaluation(self, index: int) -> Fed:
+        return Fed(*self._feeds(evaluation_plan(self._shape, self.rows, index), HELD_OUT))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def _feeds(self, batch: StepPlan, step: int) -> tuple[list[Feed], int]:
         feeds = [self._feed(batch, microbatch, step) for microbatch in range(self._plan.order.microbatches)]

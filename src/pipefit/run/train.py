@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,9 +20,12 @@ import torch.distributed as dist
 
 from pipefit import __version__, codec
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
+from pipefit.data.multimodal.sample_rows import SampleRows
+from pipefit.data.rows import Rows
 from pipefit.errors import CheckpointError, RunError
 from pipefit.lab import pace
 from pipefit.model.graph import Model
+from pipefit.plan.ragged import CONDITIONS
 from pipefit.plan.types import Plan
 from pipefit.run import checkpoint
 from pipefit.run.build import build_worker
@@ -32,6 +36,7 @@ from pipefit.run.feeding import Feeding, SampleFeeding, TextFeeding
 from pipefit.run.folder import check_run_dir, open_run_dir
 from pipefit.run.fresh import captured_model, check_cluster, check_model
 from pipefit.run.given import Given, first_values, given, samples_of
+from pipefit.run.image_feeding import is_multimodal, mean_sizes, open_images
 from pipefit.run.initial import Value, initial_values
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
@@ -57,7 +62,7 @@ class Run:
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
         self.worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in self.worker.buckets))
-        self.flops = model_flops(self.model, plan)
+        self.flops = model_flops(self.model, plan, self.feeding.rows)
         self.start = resume(self.worker, plan, config, self.feeding, world) if config.resume else 0
         self._save_group = world.own_group() if config.async_save else world.cpu_group
         self._pending: checkpoint.PendingSave | None = None
@@ -130,24 +135,25 @@ class Run:
         if self._fault is not None:
             self._fault.strike(self.world.rank, step)
         began = time.perf_counter()
-        feeds, divisor = self.feeding.step(step)
+        fed = self.feeding.step(step)
         self.data_s = time.perf_counter() - began
-        result = self.worker.step(feeds, step, divisor)
+        result = self.worker.step(fed.feeds, step, fed.divisor, fed.counts)
         return result.loss, result.grad_norm, result.lr
 
     def evaluate(self, step: int, log: Log | None) -> float | None:
         """The mean loss over the held-out rows (`eval_batches` at most); None where nothing is held out."""
         began = time.perf_counter()
-        total, labels = 0.0, 0
+        worker, sums, divisors = self.worker, 0.0, Counter[str]()
         for index in range(min(self.feeding.evaluations, self.config.eval_batches)):
-            feeds, divisor = self.feeding.evaluation(index)
-            total += float(self.worker.evaluate(feeds))
-            labels += divisor
-        if not labels:
+            fed = self.feeding.evaluation(index)
+            sums = sums + worker.evaluate(fed.feeds, fed.counts)
+            divisors.update(worker.divisors(fed.divisor))
+        if not isinstance(sums, torch.Tensor):
             return None
+        loss = float(worker.mean_loss(sums, divisors))
         if log is not None:
-            log.evaluation(step, total / labels, time.perf_counter() - began)
-        return total / labels
+            log.evaluation(step, loss, time.perf_counter() - began)
+        return loss
 
     def save(self, step: int, directory: Path) -> None:
         """A checkpoint of everything that a resume needs."""
@@ -223,6 +229,8 @@ def shared_model(plan: Plan, world: World) -> Model:
 def shared_feeding(plan: Plan, model: Model, found: Given | None, config: TrainConfig, world: World) -> Feeding:
     """What this rank feeds its worker: a user's data set, or text, prepared by the first rank of every host."""
     device = plan.devices[world.rank]
+    if is_multimodal(model):
+        return open_images(plan, model, config, device, world.device)
     if found is None:
         return TextFeeding(plan, shared_corpus(plan, config, world), device, world.device)
     samples = samples_of(found, plan, config)
@@ -274,18 +282,21 @@ def weights_value(plan: Plan, model: Model, weights: str) -> Value:
     return files.read
 
 
-def model_flops(model: Model, plan: Plan) -> float:
-    """Model FLOPs of one step, forward and backward, without recomputation."""
+def model_flops(model: Model, plan: Plan, rows: Rows) -> float:
+    """Model FLOPs of one step, forward and backward, without recomputation; of images in an average step."""
     from pipefit.model.ops import graph_flops
 
-    symbols = {"B": plan.job.batch, "T": plan.job.sequence}
+    packed = mean_sizes(rows, plan.job.batch) if isinstance(rows, SampleRows) else {}
+    meeting = {symbol: packed[space]["T"] for symbol, space in CONDITIONS.items() if space in packed}
     per_graph = {}
     total = 0.0
-    for layer in model.layers:
-        if layer.graph not in per_graph:
-            flops = graph_flops(model.layer_graph(layer), symbols)
-            per_graph[layer.graph] = flops.forward + flops.input_gradient + flops.weight_gradient
-        total += per_graph[layer.graph]
+    for module in model.modules:
+        symbols = packed.get(module.space, {"B": plan.job.batch, "T": plan.job.sequence, **meeting})
+        for layer in module.layers:
+            if layer.graph not in per_graph:
+                flops = graph_flops(model.layer_graph(layer), symbols)
+                per_graph[layer.graph] = flops.forward + flops.input_gradient + flops.weight_gradient
+            total += per_graph[layer.graph]
     return total
 
 
@@ -358,6 +369,7 @@ def train(plan: Plan, config: TrainConfig, world: World) -> None:
     try:
         run.train(log, directory)
     finally:
+        run.feeding.close()
         if log is not None:
             log.close()
     if log is not None:

@@ -185,12 +185,13 @@ def stretches(
     def train() -> None:
         worker, feeding = made
         for step in range(steps):
-            feeds, divisor = feeding.step(0)
-            worker.step(feeds, step, divisor)
+            fed = feeding.step(0)
+            worker.step(fed.feeds, step, fed.divisor, fed.counts)
 
     def evaluate() -> None:
         worker, feeding = made
-        worker.evaluate(feeding.evaluation(0)[0])
+        fed = feeding.evaluation(0)
+        worker.evaluate(fed.feeds, fed.counts)
 
     return [("build", build), ("train", train), ("evaluate", evaluate)]
 

@@ -139,10 +139,10 @@ class Worker:
         self._scalars.zero_()
         self.reducer.zero()
         self.wiring.begin_step(counts or {})
-        divisors = self._divisors(divisor)
+        by_module = self.divisors(divisor)
         for stage, program in self.programs.items():
             module = self.plan.stages[stage].module
-            program.begin_step(step, divisors.get(module, 1), self.loss_weights.get(module, 1.0))
+            program.begin_step(step, by_module.get(module, 1), self.loss_weights.get(module, 1.0))
         if self.tracing or self.pace is not None:
             self._walk_slowly()
         else:
@@ -151,7 +151,7 @@ class Worker:
         self.wiring.flush()
         self.reducer.finish_gathers()
         self._feeds = {}
-        return StepResult(self.mean_loss(self._scalars[1:], divisors), self._norm.clone(), self._lr)
+        return StepResult(self.mean_loss(self._scalars[1:], by_module), self._norm.clone(), self._lr)
 
     def evaluate(self, feeds: Sequence[Feed] | Mapping[int, Sequence[Feed]], counts: Counts | None = None) -> Tensor:
         """The summed losses of one batch, one for each of `loss_modules`, forward only: `feeds[microbatch]`, or those
@@ -169,15 +169,15 @@ class Worker:
 
     def mean_loss(self, losses: Tensor, divisor: Divisors) -> Tensor:
         """What training minimises, shape (): the sum over modules of weight x summed loss / divisor."""
-        divisors = self._divisors(divisor)
-        means = [losses[at] / divisors[name] * self.loss_weights[name] for at, name in enumerate(self.loss_modules)]
+        by_module = self.divisors(divisor)
+        means = [losses[at] / by_module[name] * self.loss_weights[name] for at, name in enumerate(self.loss_modules)]
         return torch.stack(means).sum()
 
     def by_stage(self, feeds: Any) -> Mapping[int, Any]:
         """Feeds by stage: where they are not, all stages of this rank read the same."""
         return feeds if isinstance(feeds, Mapping) else dict.fromkeys(self.programs, feeds)
 
-    def _divisors(self, divisor: Divisors) -> Mapping[str, int]:
+    def divisors(self, divisor: Divisors) -> Mapping[str, int]:
         if isinstance(divisor, Mapping):
             return divisor
         assert len(self.loss_modules) == 1, f"one divisor for the losses of {self.loss_modules}"

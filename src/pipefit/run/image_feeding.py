@@ -1,0 +1,215 @@
+"""Feeding a multimodal model: samples of an index, every stage with what its own module's space needs.
+
+Which samples a step has, their order, and how many tokens each has follow from metadata, so all ranks agree without
+talking; arrays come from `data.preparation`, in this process or made ahead by workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipefit.data.multimodal.feeds import Arrays
+from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
+from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
+from pipefit.data.preparation.dispatch import Limits
+from pipefit.data.preparation.pool import Pool
+from pipefit.data.preparation.processes import Processes
+from pipefit.data.sources import STDLIB
+from pipefit.data.stepplan import batch_shape
+from pipefit.errors import DataError
+from pipefit.model.graph import Model
+from pipefit.plan.types import Plan
+from pipefit.run.config import TrainConfig
+from pipefit.run.feed import Feed
+from pipefit.run.feeding import Fed
+
+ROLES = ("tokens", "positions", "labels", "documents", "rows")
+"""Arrays that a feed has fields for; all others are inputs by name."""
+
+
+def is_multimodal(model: Model) -> bool:
+    """Whether the model has modules in packed spaces."""
+    return any(module.space in (PATCHES, LATENTS) for module in model.modules)
+
+
+def open_images(plan: Plan, model: Model, config: TrainConfig, device: int, torch_device: torch.device) -> ImageFeeding:
+    """The samples that a run was given. Raises DataError where `--data` names no index."""
+    if len(config.data) != 1 or config.data == (STDLIB,):
+        raise DataError(
+            "A multimodal model is fed from an index of samples.",
+            where="--data",
+            seen=", ".join(config.data),
+            allowed="the folder of one index",
+            next_step="make it: pipefit data MANIFEST -o FOLDER",
+        )
+    recipe = Recipe(
+        index=config.data[0],
+        shape=batch_shape(plan),
+        held_out=config.held_out,
+        pack=config.pack,
+        on_long=config.on_long,
+        on_broken=config.on_broken,
+    )
+    return ImageFeeding(plan, model, recipe, device, torch_device, workers=config.workers, steps=config.steps)
+
+
+class ImageFeeding:
+    """The samples of an index as one device takes them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        recipe: Recipe,
+        device: int,
+        torch_device: torch.device,
+        *,
+        workers: int = 0,
+        steps: int | None = None,
+    ) -> None:
+        """`workers`: processes of this host that prepare the next steps; 0 prepares here, when a step is asked for.
+        `steps` of the whole run. Raises DataError where the index is none, or not one for this model."""
+        self._plan, self._torch_device = plan, torch_device
+        spaces = {module.name: module.space for module in model.modules}
+        places = []
+        for number, stage in enumerate(plan.stages):
+            group = plan.groups[stage.group].group()
+            if device in group.devices:
+                places.append(Place(number, stage.space, group.position(device, "replica")))
+        pool = Pool(Processes(recipe, workers), Limits()) if workers else None
+        self._ahead = Ahead(recipe, tuple(places), pool, stop=steps)
+        self._pool = pool
+        check_index(model, self._ahead.source.index, self._ahead.source.rows)
+        self._losses = {name: space for name, space in spaces.items() if space != PATCHES}
+        self._inputs = {module.name: _inputs(model, module.layers) for module in model.modules}
+        self.rows = self._ahead.source.rows
+        self.rows.require_batch(plan.job.batch)
+        self.digest = f"{self._ahead.source.index.summary.digest}/{recipe.pack}/{recipe.on_long}"
+
+    def step(self, step: int) -> Fed:
+        """The feeds of a training step by stage, divisors by module, counts by space."""
+        return self._fed(self._ahead.take(step), step)
+
+    @property
+    def evaluations(self) -> int:
+        """How many batches hold all held-out rows."""
+        return -(-self.rows.held_out // self._plan.job.batch)
+
+    def evaluation(self, index: int) -> Fed:
+        """The feeds of one batch of an evaluation: microbatches by stage."""
+        fed = self._fed(self._ahead.evaluation(index), index)
+        return fed._replace(feeds={stage: [slices[0] for slices in each] for stage, each in fed.feeds.items()})
+
+    @property
+    def broken(self) -> Mapping[str, str]:
+        """Images that were replaced by blank ones on this device, and why."""
+        return self._ahead.broken
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _fed(self, prepared: PreparedStep, step: int) -> Fed:
+        feeds: dict[int, list[list[Feed]]] = {}
+        for (stage, _), arrays in sorted(prepared.feeds.items(), key=lambda item: item[0]):
+            feeds.setdefault(stage, []).append([self._feed(stage, arrays, step)])
+        divisors = {name: prepared.plan.divisors[space] for name, space in self._losses.items()}
+        return Fed(feeds, divisors, {space: each.tolist() for space, each in prepared.plan.counts.items()})
+
+    def _feed(self, stage: int, arrays: Arrays, step: int) -> Feed:
+        """On the device; floating inputs in the type that the graphs ask for."""
+        job, known = self._plan.job, self._inputs[self._plan.stages[stage].module]
+        packed = "tokens" not in arrays.arrays
+        found = {
+            name: _moved(array, known.get(name), job.precision, self._torch_device)
+            for name, array in arrays.arrays.items()
+            if name in known or name == "rows" or (name == "documents" and (packed or job.documents == "apart"))
+        }
+        feed = Feed(step=step, data={name: tensor for name, tensor in found.items() if name not in ROLES})
+        for name in ROLES:
+            setattr(feed, name, found.get(name))
+        if packed:
+            feed.image_lengths = arrays.image_lengths
+        elif job.documents == "apart":
+            documents = arrays.arrays["documents"]
+            feed.document_bounds = (int(documents[:, 0].min()), int(documents[:, -1].max()))
+        return feed
+
+
+def check_index(model: Model, index: Index, rows: SampleRows) -> None:
+    """Raises DataError where samples have what the model has no module for, or cut otherwise than it takes them."""
+    spaces = {module.space for module in model.modules}
+    widths = {
+        name: (tensor.shape[-1], tensor.dtype)
+        for module in model.modules
+        for name, tensor in _tensors(model, module.layers).items()
+    }
+    for space, kind, name, words in (
+        (PATCHES, IMAGE, "pixels", "to look at"),
+        (LATENTS, GENERATE, "noisy", "to generate"),
+    ):
+        count = int(rows.counts[space].sum())
+        if count and space not in spaces:
+            raise DataError(
+                f"The samples have images {words}, and the model has no module for them.",
+                where=str(index.folder),
+                seen=f"{count} tokens of {space}",
+                allowed=f"samples without images {words}, or a model with that module",
+            )
+        values = index.rule(kind).patch_values
+        if space in spaces and widths[name][0] != values:
+            raise DataError(
+                "The images are cut into other patches than the model takes.",
+                where=str(index.folder),
+                seen=f"{values} numbers a patch of images {words}",
+                allowed=f"{widths[name][0]}",
+                next_step="make the index again with the patches of the model: pipefit data",
+            )
+    known = model.config["language"].get("vocab_size") if "language" in model.config else None
+    if known is not None and index.summary.vocabulary > int(known):
+        raise DataError(
+            "The tokenizer of the index has more tokens than the model knows.",
+            where=str(index.folder),
+            seen=index.summary.vocabulary,
+            allowed=f"at most {known}",
+        )
+
+
+def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
+    """Packed space -> the symbols of its graphs in an average step: tokens, and the sum of images' tokens squared."""
+    return {
+        space: {
+            "B": 1,
+            "T": round(float(rows.counts[space].mean()) * batch),
+            "squares": round(float(rows.squares[space].mean()) * batch),
+        }
+        for space in (PATCHES, LATENTS)
+    }
+
+
+def _tensors(model: Model, layers: Iterable[Any]) -> dict[str, Any]:
+    return {
+        tensor.name: tensor
+        for layer in layers
+        for tensor in model.layer_graph(layer).inputs
+        if tensor.role != "activation"
+    }
+
+
+def _inputs(model: Model, layers: Iterable[Any]) -> dict[str, str]:
+    """Input of a module's layers -> its number type in the graphs."""
+    return {name: tensor.dtype for name, tensor in _tensors(model, layers).items()}
+
+
+def _moved(array: Any, kind: str | None, precision: str, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if tensor.is_floating_point():
+        own: torch.dtype = getattr(torch, precision)
+        tensor = tensor.to(torch.promote_types(own, torch.float32) if kind == "float32" else own)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

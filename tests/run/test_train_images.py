@@ -1,0 +1,108 @@
+"""`pipefit train` with a multimodal plan: samples of an index, modules on processes of their own, resumed elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import modules_toys as toys
+import pytest
+import torch
+from modules_toys import Layout
+from train_toys import command, start, train_here
+
+from pipefit.data.multimodal.images import ImageRule
+from pipefit.data.multimodal.index import IndexRequest, make_index
+from pipefit.errors import DataError
+from pipefit.model.capture import capture
+from pipefit.model.graph import Model
+from pipefit.model.registry import describe
+from pipefit.plan.check import save_plan
+from pipefit.plan.types import Job
+from pipefit.run.config import TrainConfig
+from pipefit.run.image_feeding import open_images
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+
+from multimodal_toys import mixed_manifest
+
+JOB = Job(batch=6, sequence=96, precision="float64", seed=3)
+CONFIG: dict[str, Any] = toys.CONFIG | {
+    "vision": toys.CONFIG["vision"] | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4,
+                                       "num_channels": 3},
+    "language": toys.CONFIG["language"] | {"vocab_size": 272},
+    "generator": toys.CONFIG["generator"] | {"latent_size": 12},
+}  # fmt: skip
+
+
+@lru_cache
+def small_model() -> Model:
+    described = describe(CONFIG, "multimodal", "config")
+    return capture(described.family, described.config)
+
+
+def write_index(folder: Path, patch: int = 4) -> Path:
+    folder.mkdir(exist_ok=True)
+    request = IndexRequest(
+        source=str(mixed_manifest(folder, 14)),
+        images=ImageRule(patch=patch, max_patches=12),
+        generated=ImageRule(patch=2, max_patches=6),
+    )
+    make_index(request, folder / "index")
+    return folder / "index"
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+@pytest.mark.slow
+def test_one_process_and_four_train_alike_and_go_on_from_each_other(tmp_path: Path) -> None:
+    model, index = small_model(), write_index(tmp_path)
+    alone = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+    apart = toys.plan(
+        model, dict(zip(toys.ALL, (Layout(), Layout((2, 1)), Layout()), strict=True)), microbatches=2, job=JOB
+    )
+    for name, plan in (("alone", alone), ("apart", apart)):
+        save_plan(plan, tmp_path / f"{name}.json")
+    data = ("--held-out", "2", "--lr", "0.01", "--eval-batches", "2")
+    code, error = train_here(tmp_path / "alone.json", index, tmp_path / "one", *data, steps=4)
+    assert code == 0, error
+    four = (*data, "--local", "4", "--save-every", "2", "--workers", "1")
+    done = start(command(tmp_path / "apart.json", index, tmp_path / "four", *four, steps=4))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    resumed = ("--resume", str(tmp_path / "four" / "checkpoints" / "step-00000002"))
+    code, error = train_here(tmp_path / "alone.json", index, tmp_path / "on", *data, *resumed, steps=4)
+    assert code == 0, error
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-9)
+
+
+def test_data_that_is_no_index_or_one_for_another_model(tmp_path: Path) -> None:
+    model = small_model()
+    plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+    (tmp_path / "text.txt").write_text("a")
+    blind = replace(model, modules=(replace(model.modules[0], space="samples"), *model.modules[1:]))
+    for data, its_model, words in (
+        (tmp_path / "text.txt", model, ("This is no index of samples, or a damaged one.", "pipefit data MANIFEST")),
+        ("stdlib", model, ("A multimodal model is fed from an index of samples.", "pipefit data MANIFEST")),
+        (
+            write_index(tmp_path / "other", patch=5),
+            model,
+            ("The images are cut into other patches than the model takes.", "48"),
+        ),
+        (
+            write_index(tmp_path / "own"),
+            blind,
+            ("The samples have images to look at, and the model has no module for them.",),
+        ),
+    ):
+        config = TrainConfig(plan="p", run_dir="r", steps=1, data=(str(data),), held_out=0)
+        with pytest.raises(DataError) as error:
+            open_images(plan, its_model, config, 0, torch.device("cpu"))
+        assert all(word in str(error.value) for word in words), str(error.value)
