@@ -10,7 +10,7 @@ from pipefit.cost.exchanges import BACKWARD, Exchanges, exchanges_of
 from pipefit.cost.memory import COMPUTE_BYTES, Precision
 from pipefit.model.graph import Graph, Operator, element_count
 from pipefit.model.ops import KINDS
-from pipefit.model.ops.totals import operator_flops, operator_traffic_bytes
+from pipefit.model.ops.totals import from_data, operator_flops, operator_traffic_bytes
 from pipefit.model.ops.unshard import weights
 
 MERGING = (5, 4)
@@ -104,7 +104,10 @@ def _roof(work: Work | None, rate: float, kind: DeviceKind) -> float:
 
 
 def _differentiable(graph: Graph, operator: Operator) -> bool:
-    """Whether a gradient flows to an activation input: not for what only reads tokens or positions."""
+    """Whether a gradient flows to an activation input: not for what only reads tokens or positions, or is made of data
+    alone."""
+    if from_data(graph, operator):
+        return False
     roles = {tensor.name: tensor.role for tensor in graph.inputs}
     parameters = weights(graph)
     return any(

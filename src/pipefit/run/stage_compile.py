@@ -136,7 +136,7 @@ class Writer:
         targets = ", ".join(self.local(name) for name in operator.outputs)
         line = f"{targets} = {self.bind('op', step.call)}({', '.join(arguments)})"
         known = [name for name in dict.fromkeys(operator.inputs) if name in self.recipes]
-        if known and KINDS[operator.kind].boundary:
+        if known:
             entries = ", ".join(f"({self.local(n)}, {self.recipes[n][0]}, {self.recipes[n][1]})" for n in known)
             self.lines.append(f"with recall({entries}):")
             line = "    " + line

@@ -265,6 +265,8 @@ class _Backward:
 
     def run(self, gradient: int) -> None:
         self.gradients[self.graph.outputs[0]] = gradient
+        for name in self.graph.outputs[1:]:
+            self.gradients[name] = self.heap.new(self.walk.bytes_of(name))
         for item in reversed(self.walk.items):
             if isinstance(item, Region):
                 self._region(item)

@@ -2,19 +2,24 @@
 
 `put_tokens(h_BTD, x_1ID, places_1I)`: h with the I rows of x in the places b T + t that `places` names, each at most
 once. `take_tokens(h_BTD, places_1L)`: the rows of h at those places, (1, L, D). So image embeddings come into the token
-sequence, and the hidden states that an image generator is conditioned on out of it. Both keep nothing: places belong to
-the step plan. I and L may be zero.
+sequence, and the hidden states that an image generator is conditioned on out of it. Places belong to the step plan;
+what comes into a stage, x, stays until its backward. I and L may be zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipefit.model.graph import Shape
+from pipefit.model.graph import Operator, Shape
 from pipefit.model.ops.kind import OperatorKind, same_shape
 
 _CUT = {"cut": "of a sequence that is split: [0 or 1, the first row's or token's place (-1: by shares), all of them]"}
+
+
+def _placed(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
+    """x: what comes into a stage stays until its backward has its gradient."""
+    return operator.inputs[1:2] if needs_gradient(operator.inputs[1]) else ()
 
 
 def _taken(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
@@ -30,6 +35,7 @@ OPERATORS = (
         inputs=("h", "x", "places"),
         attributes=_CUT,
         shapes=same_shape,
+        saves=_placed,
         boundary=True,
     ),
     OperatorKind(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pipefit.model.graph import Graph, Operator, Shape, size_value
 from pipefit.model.ops.kind import Flops
-from pipefit.model.ops.saved import Recompute, call_of, effective_recompute, element_bytes
+from pipefit.model.ops.saved import Recompute, analysis_of, call_of, effective_recompute, element_bytes
 from pipefit.model.ops.table import KINDS
 from pipefit.model.ops.unshard import weights
 
@@ -26,8 +27,25 @@ def graph_flops(graph: Graph, symbols: Mapping[str, int]) -> Flops:
 
 
 def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
-    """FLOPs of one operator of `graph`."""
-    return KINDS[operator.kind].flops(call_of(graph, operator, symbols, 4))
+    """FLOPs of one operator of `graph`. No weight gradient of frozen parameters, no gradient of what is made from the
+    step plan alone (pixels)."""
+    flops = KINDS[operator.kind].flops(call_of(graph, operator, symbols, 4))
+    if flops.weight_gradient:
+        found = weights(graph)
+        read = [found[name] for name in operator.inputs if name in found]
+        if read and not any(spec.trainable for spec in read):
+            flops = replace(flops, weight_gradient=0)
+        if from_data(graph, operator):
+            flops = replace(flops, input_gradient=0)
+    return flops
+
+
+def from_data(graph: Graph, operator: Operator) -> bool:
+    """Whether no input of an operator but its parameters wants a gradient: all is made from the model's data."""
+    if not any(tensor.role == "data" for tensor in graph.inputs):
+        return False
+    analysis = analysis_of(graph, 4)
+    return not any(analysis.needs_gradient(name) for name in operator.inputs if name not in analysis.parameters)
 
 
 def recompute_flops(graph: Graph, symbols: Mapping[str, int], recompute: Recompute) -> int:
