@@ -118,6 +118,16 @@ def test_an_item_that_does_not_fit_is_named(make, words):
 def test_what_is_no_data_set_is_refused():
     assert "no data set with rows by number" in refused(5)
     assert "an object with a length" in refused(lambda: iter([1, 2]))
+    text = refused(lambda: [][1])
+    assert "could not be made" in text and "rows.py:rows" in text and "IndexError" in text
+
+
+def test_a_class_of_data_sets_makes_one():
+    class Own(Items):
+        def __init__(self) -> None:
+            super().__init__(named, 5)
+
+    assert samples(Own).rows.count == 5
 
 
 def test_rows_held_out_fill_batches():

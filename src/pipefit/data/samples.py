@@ -68,12 +68,7 @@ class Samples:
             with drawing_from(seed, step, row):
                 item = self._dataset[row]
         except Exception as error:
-            text = str(error).strip().splitlines()
-            raise DataError(
-                "The data set failed to give a row.",
-                where=f"{self._where}[{row}]",
-                seen=f"{type(error).__name__}: {text[0] if text else ''}",
-            ) from error
+            raise _failed("The data set failed to give a row.", f"{self._where}[{row}]", error) from error
         return {name: self._fitting(name, value, row) for name, value in self._by_name(item, row).items()}
 
     def _by_name(self, item: Any, row: int) -> dict[str, Any]:
@@ -142,9 +137,12 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _made(dataset: Any, where: str) -> Any:
-    """The data set itself, where a function makes it."""
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset = dataset()
+    """The data set itself, where a function or a class makes it."""
+    if isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__")):
+        try:
+            dataset = dataset()
+        except Exception as error:
+            raise _failed("The data set could not be made.", where, error) from error
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return dataset
     raise DataError(
@@ -154,6 +152,12 @@ def _made(dataset: Any, where: str) -> Any:
         allowed="an object with a length and items by number (a map-style torch.utils.data.Dataset), or a function "
         "without arguments that makes one",
     )
+
+
+def _failed(what: str, where: str, error: Exception) -> DataError:
+    """What the user's code raised."""
+    text = str(error).strip().splitlines()
+    return DataError(what, where=where, seen=f"{type(error).__name__}: {text[0] if text else ''}")
 
 
 def _rows(count: int, batch: int, held_out: float, where: str) -> Rows:
