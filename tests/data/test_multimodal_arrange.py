@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pipefit.data.multimodal.loads import block_of, forward_ns, microbatch_sums
 from pipefit.data.multimodal.ordering import Pipeline, fill_intervals, improved, ordered
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.stepplan import BatchShape, step_plan
+from pipefit.plan.check import load_plan
 from pipefit.plan.types import Arranging, SampleLoad
 
 Ints = NDArray[np.int64]
@@ -99,6 +101,23 @@ def test_the_pipeline_is_1f1b_by_another_simulation_and_exchanges_reach_the_best
         assert makespan(np.arange(count)) == one_f_one_b(forward, backward)
         found = makespan(improved(np.arange(count), makespan, 300))
         assert min(of_all) <= found <= min(of_all) * 1.02
+
+
+def test_the_plans_own_order_is_what_microbatches_are_ordered_for() -> None:
+    """A plan with lowered actions and a V: what exchanges gain, they gain under that order, not under 1F1B."""
+    golden = Path(__file__).parents[1] / "plan" / "golden"
+    schedule = load_plan(golden / "two-modules.json").order.schedule()
+    forward = np.random.default_rng(0).integers(10, 1000, (3, 4))
+    assert schedule.is_lowered and Pipeline(3, 4, schedule).makespan_ns(forward, 2 * forward) == one_f_one_b(
+        forward, 2 * forward
+    )
+    schedule = load_plan(golden / "v-placement.json").order.schedule()
+    forward = np.random.default_rng(1).integers(10, 1000, (4, 4))
+    pipeline = Pipeline(4, 4, schedule)
+    of_all = [pipeline.makespan_ns(f, 2 * f) for f in (forward[:, list(o)] for o in itertools.permutations(range(4)))]
+    best = ordered(pipeline, forward, 2 * forward, 100)
+    found = pipeline.makespan_ns(forward[:, best], 2 * forward[:, best])
+    assert min(of_all) <= found <= min(of_all) * 1.02 and found < of_all[0]
 
 
 def loads(spaces: Sequence[str], ratio: float = 0.8) -> tuple[SampleLoad, ...]:
