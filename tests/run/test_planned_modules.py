@@ -1,0 +1,34 @@
+"""What the planner makes of a model of several modules, run: loss and every gradient are those of one process."""
+
+from __future__ import annotations
+
+import modules_toys as toys
+import numpy as np
+import pytest
+from modules_toys import ALL
+from test_modules import agrees, reference, run
+
+from pipefit.cluster import open_cluster
+from pipefit.plan.check import check_plan
+from pipefit.plan.make import make_plan
+from pipefit.plan.modules.samples import Samples
+from pipefit.plan.pins import parse_pins
+
+FIXES = (
+    ("microbatches=2", "vision.replicas=3", "language.stages=2", "generator.replicas=2"),
+    ("microbatches=3", "vision.replicas=2", "language.shards=2", "generator.recompute=full", "schedule=zb-h1"),
+)
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",)])
+def test_planned_runs_are_exact(gloo_pool, frozen):
+    model = toys.model(ALL, frozen)
+    counts = {space: np.array([values]) for space, values in toys.counts(ALL, 0).items() if space != "samples"}
+    samples = Samples(
+        tokens=counts, squares={space: 3 * table for space, table in counts.items()}, note="samples: toys"
+    )
+    for fixes in FIXES[: 2 - len(frozen)]:
+        plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(fixes), samples=samples)
+        check_plan(plan, model)
+        assert all(plan.decisions[key] == value for key, value in (fix.split("=") for fix in fixes))
+        agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
