@@ -97,3 +97,22 @@ def test_frozen_modules(gloo_pool, case):
     kinds = {(action.kind, action.stage) for _, _, action in plan.order.schedule()}
     assert {stage for kind, stage in kinds if kind in ("B", "RECV_B")} & dead == set(), "a backward nobody needs"
     assert {stage for kind, stage in kinds if kind == "B"} == {*range(len(plan.stages))} - dead
+
+
+def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_pool):
+    """NCCL has no tags: what any step may send has a channel of its own, also what the first step does not."""
+    each, words = LAYOUTS["uneven 2:1, 3, 1:2"]
+    model = toys.model()
+    plan = toys.plan(model, each, **words)
+    gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
+    devices = len(plan.devices)
+    found = gloo_pool.run(cases.run_steps, plan, model, 3, False, ranks=devices)[0]
+    wanted = run(gloo_pool, plan, model, 3)
+    assert found["steps"] == wanted["steps"]
+    assert all(np.array_equal(found["parameters"][name], value) for name, value in wanted["parameters"].items())
+    losses, by = gloo_pool.run(cases.evaluated, plan, model, ranks=devices)[0], toys.divisors(ALL, 0)
+    weighted = losses[0] / by["language"] + 0.5 * losses[1] / by["generator"]
+    assert weighted == pytest.approx(reference(ALL)[0], rel=1e-12)
+    alone = toys.plan(model, dict.fromkeys(ALL, Layout()), together=True, order="gpipe")
+    for (loss, norm), one in zip(run(gloo_pool, alone, model, 3)["steps"], found["steps"], strict=True):
+        assert one == pytest.approx((loss, norm), rel=1e-10)
