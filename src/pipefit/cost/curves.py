@@ -8,8 +8,8 @@ curves where they exist behind the interface that the roofline has, and the roof
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve, Setting
 from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
+from pipefit.cost.alike import Ratios, Whole, corrected, mean_ratios, ratios_of, whole_place
 from pipefit.cost.memory import Precision
 from pipefit.cost.operator_times import CollectiveTime
 from pipefit.cost.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
@@ -189,15 +190,17 @@ def stage_overhead_s(cluster: Cluster) -> float:
     return max((float(np.mean(list(each.values()))) for each in known.values() if each), default=0.0)
 
 
-def best_costs(cluster: Cluster, setting: Setting = "together") -> LayerCosts:
-    """Measured curves where the cluster has some, else the roofline."""
+def best_costs(cluster: Cluster, setting: Setting = "together", graphs: Iterable[Graph] = ()) -> LayerCosts:
+    """Measured curves where the cluster has some, else the roofline. `graphs`: the whole layers of the model, by which
+    parts of them are corrected."""
     if cluster.measured is not None and cluster.measured.layers:
-        return MeasuredCosts(cluster, setting)
+        return MeasuredCosts(cluster, setting, graphs)
     return Roofline()
 
 
 class MeasuredCosts:
-    """Layer costs from a cluster's measured curves, and from the roofline for layers that were not measured.
+    """Layer costs from a cluster's measured curves, and for layers that were not measured from the roofline, corrected
+    by those that were (`cost/alike.py`).
 
     Memory, collectives inside a sharded layer and what recomputation adds keep the roofline's formulas; recomputation
     is scaled by how far the measured forward is from the roofline's. `notes` says which layers were measured.
@@ -205,8 +208,9 @@ class MeasuredCosts:
 
     notes: tuple[str, ...]
 
-    def __init__(self, cluster: Cluster, setting: Setting = "together") -> None:
+    def __init__(self, cluster: Cluster, setting: Setting = "together", graphs: Iterable[Graph] = ()) -> None:
         self.measured = cluster.measured or Measured()
+        self._whole = Whole(graphs)
         self.setting: Setting = setting
         self.roofline = Roofline()
         self.notes = ()
@@ -222,11 +226,6 @@ class MeasuredCosts:
         """Measured times of one layer, or None if it was not measured."""
         curve = find_layer(self.measured, self._signature(graph), kind.name, precision, self.setting)
         if curve is None:
-            forward, back, weight = self._ratios(kind, precision)
-            how = "not measured"
-            if (forward, back, weight) != (1.0, 1.0, 1.0):
-                how += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"
-            self._note(f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: {how}")
             return None
         self._note(
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
@@ -296,7 +295,7 @@ class MeasuredCosts:
             return guess
         silent = self.roofline.seconds(graph, place, kind, precision, recompute, _free, "no collectives")
         if times is None:
-            return self._corrected(guess, silent, kind, precision)
+            return corrected(guess, silent, self._ratios(graph, place, kind, precision))
         plain = self.roofline.seconds(graph, place, kind, precision, "none", _free, "no collectives")
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
@@ -307,29 +306,23 @@ class MeasuredCosts:
             fused_s=times.fused_s + more_s + guess.weight_s - silent.weight_s,
         )
 
-    def _corrected(
-        self, guess: LayerSeconds, silent: LayerSeconds, kind: DeviceKind, precision: Precision
-    ) -> LayerSeconds:
-        """The roofline's guess, its computing times multiplied by what measured layers of the kind showed."""
-        forward, back, weight = self._ratios(kind, precision)
-        return LayerSeconds(
-            forward_s=guess.forward_s + silent.forward_s * (forward - 1),
-            input_s=guess.input_s + silent.input_s * (back - 1),
-            weight_s=guess.weight_s + silent.weight_s * (weight - 1),
-        )
-
-    def _ratios(self, kind: DeviceKind, precision: Precision) -> tuple[float, float, float]:
-        """Measured over roofline for F, I and W: geometric means over measured layers with products, or 1."""
-        curves = [
-            curve.against_roofline
-            for curve in self.measured.layers
-            if curve.kind == kind.name and curve.dtype == precision and curve.setting == self.setting
-        ]
-        means = []
-        for action in ("F", "I", "W"):
-            known = [ratios[action] for ratios in curves if action in ratios]
-            means.append(float(np.exp(np.mean(np.log(known)))) if known else 1.0)
-        return means[0], means[1], means[2]
+    def _ratios(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> Ratios:
+        """By how much the roofline is to be corrected for a layer that was not measured."""
+        what = f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured"
+        for whole in self._whole.alike(graph):
+            curve = find_layer(self.measured, self._signature(whole), kind.name, precision, self.setting)
+            if curve is not None:
+                at = whole_place(graph, place)
+                times = LayerSeconds(*astuple(layer_times(curve, at.rows, at.tokens, at.past, at.earlier)))
+                self._note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
+                return ratios_of(times, self.roofline.seconds(whole, at, kind, precision, "none"))
+        own = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
+        ratios = mean_ratios([curve for curve in own if curve.setting == self.setting] or own)
+        if ratios != (1.0, 1.0, 1.0, 1.0):
+            forward, back, weight, _ = ratios
+            what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"
+        self._note(what)
+        return ratios
 
     def _signature(self, graph: Graph) -> str:
         if id(graph) not in self._signatures:

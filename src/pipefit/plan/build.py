@@ -54,7 +54,7 @@ class Workbench:
         self.cluster = cluster
         self.network = Network(cluster)
         self.programs = Programs(model)
-        self.layers: LayerCosts = layers or best_costs(cluster)
+        self.layers: LayerCosts = layers or best_costs(cluster, graphs=model.graphs.values())
         self.source = ModelSource(name=name or model.family, family=model.family, config=model.config)
         self.cluster_source = cluster_source
         self._searched_for: tuple[Job, Asked] | None = None

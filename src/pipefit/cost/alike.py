@@ -1,0 +1,110 @@
+"""How far the roofline is off for a layer that was not measured, by measured layers.
+
+The part of a layer that one device of a group computes is seldom measured; the whole layer often is. Where a measured
+layer has the same products (the same kinds of operators, as often), what it takes at the very sizes, over what the
+roofline says of it there, corrects the part: attention and the knee of small sizes count there as much as in the whole.
+Elsewhere the mean over all measured layers of the kind of device has to do, each at its largest microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipefit.cluster.measured import LayerCurve
+from pipefit.cost.roofline import LayerSeconds, Place
+from pipefit.model.graph import Graph, size_factors
+from pipefit.model.ops.totals import operator_flops
+
+WHOLE = {"linear_factors": "linear"}
+"""Kinds that compute a share of another kind's product."""
+
+
+class Ratios(NamedTuple):
+    """Measured over roofline."""
+
+    forward: float
+    input: float
+    weight: float
+    fused: float = 1.0
+    "A fused backward over its two parts, both measured."
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """A measured layer with the products of another one."""
+
+    graph: Graph
+    curve: LayerCurve
+
+
+class Whole:
+    """The layers of a model, for finding which of them a part belongs to."""
+
+    def __init__(self, graphs: Iterable[Graph]) -> None:
+        self._by_products: dict[tuple[str, ...], list[Graph]] = {}
+        for graph in graphs:
+            self._by_products.setdefault(products(graph), []).append(graph)
+
+    def alike(self, graph: Graph) -> Sequence[Graph]:
+        """Layers with the products of this one; none for one without products."""
+        wanted = products(graph)
+        return self._by_products.get(wanted, ()) if wanted else ()
+
+
+def products(graph: Graph) -> tuple[str, ...]:
+    """The kinds of its operators that multiply matrices, sorted, each as often as it is there."""
+    ones: defaultdict[str, int] = defaultdict(lambda: 1)
+    found = (one.kind for one in graph.operators if operator_flops(graph, one, ones).forward)
+    return tuple(sorted(WHOLE.get(kind, kind) for kind in found))
+
+
+def whole_place(graph: Graph, place: Place) -> Place:
+    """Where the measured layer is looked at: with the rows that a device of the part has."""
+    split = any("R" in _letters(size) for tensor in graph.tensors for size in tensor.shape)
+    rows = place.own_rows if split else place.rows
+    return place._replace(rows=rows, own_rows=rows, own_tokens=place.tokens)
+
+
+def ratios_of(measured: LayerSeconds, roofline: LayerSeconds) -> Ratios:
+    """Of one layer at one place: neither with collectives."""
+    parts = measured.input_s + measured.weight_s
+    return Ratios(
+        forward=_ratio(measured.forward_s, roofline.forward_s),
+        input=_ratio(measured.input_s, roofline.input_s),
+        weight=_ratio(measured.weight_s, roofline.weight_s),
+        fused=1.0 if measured.fused_s is None else _ratio(measured.fused_s, parts),
+    )
+
+
+def mean_ratios(curves: Sequence[LayerCurve]) -> Ratios:
+    """Geometric means over measured layers with products (`LayerCurve.against_roofline`), or 1."""
+    means = []
+    for action in ("F", "I", "W"):
+        known = [curve.against_roofline[action] for curve in curves if action in curve.against_roofline]
+        means.append(float(np.exp(np.mean(np.log(known)))) if known else 1.0)
+    return Ratios(*means)
+
+
+def corrected(guess: LayerSeconds, silent: LayerSeconds, ratios: Ratios) -> LayerSeconds:
+    """The roofline's guess, its computing times multiplied by these. `silent` is the guess without collectives."""
+    input_s, weight_s = silent.input_s * ratios.input, silent.weight_s * ratios.weight
+    said_s = guess.input_s - silent.input_s + guess.weight_s - silent.weight_s
+    return LayerSeconds(
+        forward_s=guess.forward_s + silent.forward_s * (ratios.forward - 1),
+        input_s=guess.input_s - silent.input_s + input_s,
+        weight_s=guess.weight_s - silent.weight_s + weight_s,
+        fused_s=None if ratios.fused == 1.0 else said_s + (input_s + weight_s) * ratios.fused,
+    )
+
+
+def _letters(size: int | str) -> tuple[str, ...]:
+    return () if isinstance(size, int) else size_factors(size)[1]
+
+
+def _ratio(measured_s: float, expected_s: float) -> float:
+    return measured_s / expected_s if measured_s > 0 and expected_s > 0 else 1.0
