@@ -5,6 +5,7 @@ The plain layers themselves are held to `transformers` in `test_multimodal_visio
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from interpreter import run_outputs
-from multimodal_reference import Batch, Sample, batch_of, make_sample, step, step_of
+from multimodal_reference import Batch, Sample, batch_of, divisors_of, make_sample, step, step_of
 
 from pipefit.errors import ModelError
 from pipefit.model.capture import capture
@@ -111,18 +112,30 @@ def test_a_batch_without_images_gives_zero_gradients_and_no_loss_of_the_generato
     compare(key, batch, layers)
 
 
-def test_samples_together_are_samples_one_by_one() -> None:
-    """Losses and gradients are sums over samples, however many images each has: packing mixes no two images."""
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_together_are_samples_one_by_one(seed: int) -> None:
+    """Losses and gradients are sums over samples, however many images each has, of whatever sizes: packing mixes no
+    two images. Counts and sizes are drawn; some samples have none."""
     config, layers = typed_config("multimodal", CONFIGS["vit"]), filled(CONFIGS["vit"])
-    samples = samples_of(config, IMAGES, DRAWN)
+    draw = random.Random(seed)
+    images = [
+        [[(draw.randint(1, 4), draw.randint(1, 3)) for _ in range(draw.randint(0, 2))] for _ in range(4)]
+        for _ in range(2)
+    ]
+    samples = [make_sample(config, 64, *pair, seed=row) for row, pair in enumerate(zip(*images, strict=True))]
     together = step(layers, batch_of(config, samples), config.loss_weights)
     total: dict[str, torch.Tensor] = {}
+    losses: dict[str, torch.Tensor] = {}
     for sample in samples:
         batch = batch_of(config, [sample])
-        one = step(layers, batch, config.loss_weights)
-        weights = {m: w * one.divisors[m] / together.divisors[m] for m, w in config.loss_weights.items()}
-        for name, gradient in step(layers, batch, weights).gradients.items():
+        divisors = divisors_of(batch)
+        weights = {m: w * divisors[m] / together.divisors[m] for m, w in config.loss_weights.items()}
+        one = step(layers, batch, weights)
+        for name, gradient in one.gradients.items():
             total[name] = total.get(name, 0) + gradient
+        for name, loss in one.losses.items():
+            losses[name] = losses.get(name, 0) + loss
+    assert all(torch.allclose(losses[name], loss, rtol=1e-12) for name, loss in together.losses.items())
     agree(total, together.gradients)
 
 
@@ -195,3 +208,18 @@ def test_every_module_starts_with_its_own_deviation() -> None:
     assert kinds["vision.embed.positions.table"] == kinds["language.lm_head.weight"] == "normal"
     assert deviation_of(model, "vision.layers.0.mlp.fc1.weight") == 0.5
     assert deviation_of(model, "generator.embed.latent.weight") == 0.02
+
+
+@pytest.mark.parametrize(("name", "language"), [("mllm-9b", 6.738), ("mllm-72b", 70.554)])
+def test_models_of_the_papers_sizes(name: str, language: float) -> None:
+    """DistTrain's MLLMs: ViT-Huge (0.63 billion parameters beside its projector), a Llama, one billion to generate."""
+    described = resolve(name)
+    layers = build_layers("multimodal", described.config)
+    billions: dict[str, float] = {}
+    for layer in layers:
+        own = sum(parameter.numel() for parameter in layer.parameters())
+        part = "projector" if layer.layer_name == "vision.projector" else str(layer.module_name)
+        billions[part] = billions.get(part, 0.0) + own / 1e9
+    assert billions["vision"] == pytest.approx(0.632, abs=0.003)
+    assert billions["language"] == pytest.approx(language, abs=0.001)
+    assert billions["generator"] == pytest.approx(1.0, abs=0.03)

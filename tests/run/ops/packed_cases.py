@@ -102,6 +102,14 @@ CASES = [
         given={"documents": [[0, 0, 0, 3, 4, 4], [0] * TOKENS]},
     ),
     PackedCase(
+        "packed_attention",
+        {"q": _HEADS, "k": _HEADS, "v": _HEADS, "documents": ("B", "T")},
+        _packed_attention(0.7),
+        {"scale": 0.7},
+        integers={"documents": TOKENS},
+        given={"documents": [[0, 0, 2, 2, 4, 4], [0, 1, 1, 3, 3, 5]]},
+    ),
+    PackedCase(
         "put_tokens",
         {"h": ("B", "T", 7), "x": (1, 4, 7), "places": (1, 4)},
         _put,

@@ -1,10 +1,10 @@
 """packed_attention(q, k, v, documents) {scale, cut}: scaled dot products within the images of a packed row.
 
 q, k, v (B, T, H, K), documents int64 (B, T): the place in its row where a token's image starts; result (B, T, H, K).
-Every image is one call of the kernels in `attention_kernels`, forward and backward, on views of its own tokens: the
-work is the sum of the squared lengths, and nothing is padded or masked. Where the images lie is read from `documents`
-once a microbatch and shared by the layers of the stage; a device that is not the CPU is waited for then, unless the
-feed says it (`Feed.image_lengths`).
+Every image (or run of images of one length) is one call of the kernels in `attention_kernels`, forward and backward,
+on views of its own tokens: the work is the sum of the squared lengths, and nothing is padded or masked. Where the
+images lie is read from `documents` once a microbatch and shared by the layers of the stage; a device that is not the
+CPU is waited for then, unless the feed says it (`Feed.image_lengths`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,26 @@ from pipefit.run.stage_record import Record
 
 
 class Span(NamedTuple):
-    """The queries of one image that are here, and all of its keys."""
+    """Images of one length that follow each other: their queries that are here, and all of their keys."""
 
     row: int
     queries: tuple[int, int]
     "Among the queries of this device."
     keys: tuple[int, int]
+    count: int = 1
+    "Of images; more than one only where all of their queries are here."
+
+    def of_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, H, K) -> a view of these queries: images, tokens, H, K."""
+        return x[self.row, slice(*self.queries)].unflatten(0, (self.count, -1))
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of the keys."""
+        return x[self.row, slice(*self.keys)].unflatten(0, (self.count, -1))
+
+    def of_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, T) -> a view of what these queries have there: images, H, tokens."""
+        return x[self.row, :, slice(*self.queries)].unflatten(1, (self.count, -1)).transpose(0, 1)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -37,9 +51,10 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Any, k: Any, v: Any, spans: Sequence[Span], call: Call) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide_of(q.dtype), device=q.device)
-        for row, (start, stop), keys in spans:
-            one, all_ = (slice(row, row + 1), slice(start, stop)), (slice(row, row + 1), slice(*keys))
-            out[one], lse[row : row + 1, :, start:stop] = attend(call, q[one], k[all_], v[all_])
+        for span in spans:
+            found, sums = attend(call, span.of_queries(q), span.of_keys(k), span.of_keys(v))
+            span.of_queries(out).copy_(found)
+            span.of_sums(lse).copy_(sums)
         ctx.spans, ctx.call, ctx.lse = spans, call, lse
         ctx.save_for_backward(q, k, v, out)
         return out
@@ -48,10 +63,11 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         q, k, v, out = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for row, (start, stop), keys in ctx.spans:
-            one, all_ = (slice(row, row + 1), slice(start, stop)), (slice(row, row + 1), slice(*keys))
-            lse = ctx.lse[row : row + 1, :, start:stop]
-            dq[one], dk[all_], dv[all_] = attend_back(ctx.call, dy[one], q[one], k[all_], v[all_], out[one], lse)
+        for span in ctx.spans:
+            keys, own = (span.of_keys(k), span.of_keys(v)), (span.of_queries(out), span.of_sums(ctx.lse))
+            found = attend_back(ctx.call, span.of_queries(dy), span.of_queries(q), *keys, *own)
+            for whole, part, of in zip((dq, dk, dv), found, (span.of_queries, span.of_keys, span.of_keys), strict=True):
+                of(whole).copy_(part)
         ctx.lse = None
         return dq, dk, dv, None, None
 
@@ -74,14 +90,28 @@ def images(record: Record, documents: torch.Tensor) -> list[list[tuple[int, int]
 
 
 def spans_of(runs: Sequence[Sequence[tuple[int, int]]], first: int, count: int) -> list[Span]:
-    """The spans of the `count` queries from place `first` of every row."""
-    found = []
+    """The spans of the `count` queries from place `first` of every row: images of one length in one, where they follow
+    each other and are here whole."""
+    found: list[Span] = []
     for row, of_row in enumerate(runs):
         for start, stop in of_row:
             low, high = max(start, first), min(stop, first + count)
-            if low < high:
+            if low >= high:
+                continue
+            last = found[-1] if found else None
+            whole = (low, high) == (start, stop)
+            if last is not None and whole and last.row == row and last.keys[1] == start and _alike(last, stop - start):
+                new = Span(row, (last.queries[0], high - first), (last.keys[0], stop), last.count + 1)
+                found[-1] = new
+            else:
                 found.append(Span(row, (low - first, high - first), (start, stop)))
     return found
+
+
+def _alike(span: Span, length: int) -> bool:
+    """Whether a span is of whole images of this length."""
+    keys = span.keys[1] - span.keys[0]
+    return keys == span.queries[1] - span.queries[0] == span.count * length
 
 
 def build(operator: Operator, context: Context) -> Step:
