@@ -25,6 +25,7 @@ def command(
     field: str = typer.Option("text", help="Field of jsonl and column of parquet files that holds the text."),
     held_out: float = typer.Option(0.01, help="Rows kept for evaluation: a fraction below 1, or a number."),
     workers: int = typer.Option(0, help="Processes of every rank that prepare images ahead; 0: the rank itself."),
+    prepare: str = typer.Option("processes", help="What --workers are: processes of the host, or ray (actors)."),
     pack: bool = typer.Option(False, "--pack", help="Put as many samples with images into a sequence as fit."),
     on_long: str = typer.Option("fail", help="What a sample does that is longer than the sequence: fail or skip."),
     on_broken: str = typer.Option(
@@ -74,7 +75,7 @@ def command(
     config = check_train_config(
         TrainConfig(
             plan=str(plan), cluster=cluster, run_dir=str(run_dir), data=tuple(data or (STDLIB,)), tokenizer=tokenizer,
-            field=field, held_out=held_out, workers=workers, pack=pack, on_long=on_long,  # type: ignore[arg-type]
+            field=field, held_out=held_out, workers=workers, prepare=prepare, pack=pack, on_long=on_long,  # type: ignore[arg-type]
             on_broken=on_broken, steps=steps,  # type: ignore[arg-type]
             optimizer=optimizer, resume=resume, weights=weights,
             eval_every=eval_every, eval_batches=eval_batches, save_every=save_every, keep=keep, async_save=async_save,

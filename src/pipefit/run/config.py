@@ -32,6 +32,8 @@ class TrainConfig:
     "Rows kept for evaluation: a fraction below 1, or a number of rows."
     workers: int = 0
     "Processes of every rank that prepare images ahead; 0: the rank itself, when a step begins. Multimodal models."
+    prepare: Literal["processes", "ray"] = "processes"
+    "What the workers are: processes of the rank's host, or actors of a Ray cluster. Multimodal models."
     pack: bool = False
     "Put as many samples into a sequence as fit. Multimodal models."
     on_long: Literal["fail", "skip"] = "fail"
@@ -76,6 +78,7 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
             "a fraction from 0 up to 1, or a whole number of rows",
         ),
         "workers": (config.workers >= 0, "0 or more"),
+        "prepare": (config.prepare in ("processes", "ray"), "processes or ray"),
         "on_long": (config.on_long in ("fail", "skip"), "fail or skip"),
         "on_broken": (config.on_broken in ("fail", "blank"), "fail or blank"),
         "steps": (config.steps >= 1, "1 or more"),

@@ -16,9 +16,7 @@ from pipefit.data.multimodal.feeds import Arrays
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
-from pipefit.data.preparation.dispatch import Limits
-from pipefit.data.preparation.pool import Pool
-from pipefit.data.preparation.processes import Processes
+from pipefit.data.preparation.start import Workers, start_pool
 from pipefit.data.sources import STDLIB
 from pipefit.data.stepplan import batch_shape
 from pipefit.errors import DataError
@@ -55,7 +53,9 @@ def open_images(plan: Plan, model: Model, config: TrainConfig, device: int, torc
         on_long=config.on_long,
         on_broken=config.on_broken,
     )
-    return ImageFeeding(plan, model, recipe, device, torch_device, workers=config.workers, steps=config.steps)
+    return ImageFeeding(
+        plan, model, recipe, device, torch_device, workers=config.workers, prepare=config.prepare, steps=config.steps
+    )
 
 
 class ImageFeeding:
@@ -70,9 +70,10 @@ class ImageFeeding:
         torch_device: torch.device,
         *,
         workers: int = 0,
+        prepare: Workers = "processes",
         steps: int | None = None,
     ) -> None:
-        """`workers`: processes of this host that prepare the next steps; 0 prepares here, when a step is asked for.
+        """`workers` of the kind `prepare` make the next steps ahead; 0: each is made here, when it is asked for.
         `steps` of the whole run. Raises DataError where the index is none, or not one for this model."""
         self._plan, self._torch_device = plan, torch_device
         spaces = {module.name: module.space for module in model.modules}
@@ -81,7 +82,7 @@ class ImageFeeding:
             group = plan.groups[stage.group].group()
             if device in group.devices:
                 places.append(Place(number, stage.space, group.position(device, "replica")))
-        pool = Pool(Processes(recipe, workers), Limits()) if workers else None
+        pool = start_pool(recipe, workers, prepare)
         self._ahead = Ahead(recipe, tuple(places), pool, stop=steps)
         self._pool = pool
         check_index(model, self._ahead.source.index, self._ahead.source.rows)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -54,6 +55,8 @@ class StepMetrics:
     "Model TFLOP/s per device."
     mfu: float
     "Share of the peak, 0 to 1; 0 where the peak is not known."
+    data_s: float = 0.0
+    "Of `step_s`: what rank 0 waited for its data, or took to make them."
 
 
 def step_metrics(
@@ -68,6 +71,7 @@ def step_metrics(
     devices: int,
     peak: Peak,
     memory: tuple[int, int],
+    data_s: float = 0.0,
 ) -> StepMetrics:
     """The figures of one step. `flops` are the model FLOPs of the step, `memory` (used, whole) bytes."""
     rate = flops / step_s / devices
@@ -83,6 +87,7 @@ def step_metrics(
         tps=tokens / step_s / devices,
         tflops=rate / 1e12,
         mfu=rate / peak.flops_per_s if peak.flops_per_s else 0.0,
+        data_s=data_s,
     )
 
 
@@ -157,6 +162,12 @@ class Log:
         self.say(f"step: {step:>4}  eval_loss: {loss:8.4f}")
         if self._board is not None:
             self._board.add_scalar("eval_loss", loss, step)
+
+    def broken(self, step: int, images: Mapping[str, str]) -> None:
+        """Image files, of all ranks, that were replaced by blank ones, and why."""
+        self._write({"step": step, "broken_images": dict(images)})
+        first = next(iter(images))
+        self.say(f"step: {step:>4}  broken images: {len(images)}, among them {first}: {images[first]}")
 
     def pace(self, valid: bool, words: str) -> None:
         """Of a run in a lab: whether the emulated devices could be kept up with, into `lab.json`."""

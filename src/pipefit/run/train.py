@@ -36,7 +36,7 @@ from pipefit.run.feeding import Feeding, SampleFeeding, TextFeeding
 from pipefit.run.folder import check_run_dir, open_run_dir
 from pipefit.run.fresh import captured_model, check_cluster, check_model
 from pipefit.run.given import Given, first_values, given, samples_of
-from pipefit.run.image_feeding import is_multimodal, mean_sizes, open_images
+from pipefit.run.image_feeding import ImageFeeding, is_multimodal, mean_sizes, open_images
 from pipefit.run.initial import Value, initial_values
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
 from pipefit.run.setup import World
@@ -67,6 +67,7 @@ class Run:
         self._save_group = world.own_group() if config.async_save else world.cpu_group
         self._pending: checkpoint.PendingSave | None = None
         self._fault = injected()
+        self._broken: set[str] = set()
         self.data_s = 0.0
         "Time that preparing the data of the last step took."
 
@@ -76,7 +77,7 @@ class Run:
         peak = find_peak(self.world.device, self.plan.job.precision, self.world.local_size)
         if log is not None:
             log.say(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
-        since, steps = time.perf_counter(), 0
+        since, steps, data_s = time.perf_counter(), 0, 0.0
         for step in range(self.start, last):
             self.worker.tracing = config.trace == step + 1
             try:
@@ -84,7 +85,7 @@ class Run:
             except Exception as error:
                 error.step = step  # type: ignore[attr-defined]
                 raise
-            done, steps = step + 1, steps + 1
+            done, steps, data_s = step + 1, steps + 1, data_s + self.data_s
             if log is not None and (done % config.log_every == 0 or done == last):
                 # Reading waits for the device: a time taken earlier would be that of the launches alone.
                 loss, norm = result.read()
@@ -94,12 +95,12 @@ class Run:
                         step=done, loss=loss, grad_norm=norm, lr=result.lr, step_s=(now - since) / steps,
                         tokens=self.plan.job.batch * self.plan.job.sequence, flops=self.flops,
                         devices=len(self.plan.devices), peak=peak,
-                        memory=memory_of(self.world.device, self.world.local_size),
+                        memory=memory_of(self.world.device, self.world.local_size), data_s=data_s / steps,
                     )
                 )  # fmt: skip
-                since, steps = now, 0
+                since, steps, data_s = now, 0, 0.0
             if self.after(step, log, directory):
-                since, steps = time.perf_counter(), 0
+                since, steps, data_s = time.perf_counter(), 0, 0.0
         self.wait_for_save()
         self.tell_pace(log)
         save_final(self.worker, directory / "weights", self.world, self.given)
@@ -114,9 +115,24 @@ class Run:
             write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s)
         if evaluates:
             self.evaluate(done, log)
+        if evaluates or saves:
+            self.tell_broken(done, log)
         if saves:
             self.save(done, directory)
         return self.worker.tracing or evaluates or saves
+
+    def tell_broken(self, step: int, log: Log | None) -> None:
+        """Images that any rank has found broken since this was last told."""
+        if not isinstance(self.feeding, ImageFeeding):
+            return
+        everyone: list[Any] = [dict(self.feeding.broken)]
+        if self.world.size > 1:
+            everyone = [None] * self.world.size
+            dist.all_gather_object(everyone, dict(self.feeding.broken), group=self.world.cpu_group)
+        found = {path: why for each in everyone for path, why in each.items()}
+        if log is not None and found.keys() - self._broken:
+            log.broken(step, {path: found[path] for path in sorted(found.keys() - self._broken)})
+        self._broken |= found.keys()
 
     def tell_pace(self, log: Log | None) -> None:
         """In a lab: whether the real work of all ranks kept to the pace of the emulated devices."""

@@ -1,7 +1,7 @@
 """What a run directory says of a run: its plan, its metrics, its trace. Every defect is one FormatError.
 
-Read: `plan.json`; `metrics.jsonl` (one object a line: a step, or an evaluation); and if they are there `trace.json`,
-`cluster.json` and `environment.json`.
+Read: `plan.json`; `metrics.jsonl` (one object a line: a step, an evaluation, or broken images); and if they are there
+`trace.json`, `cluster.json` and `environment.json`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _read_metrics(path: Path) -> tuple[tuple[Step, ...], tuple[tuple[int, float]
         record = _parse(line, f"{path}, line {number}")
         if "eval_loss" in record:
             evaluations[_integer(record, number, path)] = _number(record, "eval_loss", number, path)
-        else:
+        elif "broken_images" not in record:
             step = _read_step(record, number, path)
             steps[step.step] = step
     return tuple(steps[key] for key in sorted(steps)), tuple(sorted(evaluations.items()))
