@@ -153,6 +153,7 @@ def profile_of(
                     static_bytes=per_layer * (2 if frozen else 6) * each,
                     state_bytes=per_layer * (0 if frozen else 12) * each,
                     saved_bytes=kept * part * each,
+                    passing_bytes=2 * width * tokens / shards * each,
                     gradient_bytes=per_layer * (0 if frozen else 4) * each,
                 )
             )

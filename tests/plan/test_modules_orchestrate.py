@@ -34,6 +34,7 @@ def random_profile(name: str, random: np.random.Generator, layers: int, heavy: b
                 static_bytes=bytes_ / shards,
                 state_bytes=2 * bytes_ / shards,
                 saved_bytes=bytes_ * kept / shards,
+                passing_bytes=random.uniform(0.0, 0.5, layers) / shards,
                 gradient_bytes=bytes_ / shards,
             )
         )
@@ -56,6 +57,7 @@ def layouts(profile: ModuleProfile, count: int, samples: int, limit: float) -> I
                 times.append(sum((way.fixed_s + mean * way.sample_s)[run]) + profile.overhead_s)
                 sizes.append(sum(way.gradient_bytes[run]))
                 held = sum((way.static_bytes + way.state_bytes / replicas)[run]) + profile.workspace_bytes
+                held += most * max(way.passing_bytes[run])
                 each = most * sum(way.saved_bytes[run])
                 own = stages - place - 1
                 fitting = [n for n in range(12) if held + min(count, own + n + 1) * each <= limit * (1 + 1e-12)]
@@ -114,6 +116,7 @@ def plain(name: str, layer_s: float, layers: int, factor: int = 3) -> ModuleProf
         static_bytes=none,
         state_bytes=none,
         saved_bytes=none,
+        passing_bytes=none,
         gradient_bytes=none,
     )
     return ModuleProfile(name=name, ways=(way,))

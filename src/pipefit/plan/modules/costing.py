@@ -183,6 +183,7 @@ class Costing:
             static_bytes=np.array([one["parameters"] + one["gradients"] for one in parts]),
             state_bytes=np.array([one["optimizer"] for one in parts]),
             saved_bytes=np.array([float(cost.saved_bytes) for cost in each[0]]),
+            passing_bytes=np.array([_passing_bytes(cost) for cost in each[0]]),
             gradient_bytes=np.array([float(max(one.trainable) * GRADIENT_BYTES[precision]) for one in counts]),
         )
 
@@ -216,6 +217,12 @@ class Costing:
         tokens, squares = self.samples.tokens[module.space], self.samples.squares[module.space]
         cost: Array = load.token_s * tokens + load.square_s * squares
         return cost / cost.mean() if cost.any() else np.ones((1, 0))
+
+
+def _passing_bytes(cost: LayerCost) -> float:
+    """What a layer needs while it runs, beside what is kept from its forward to its backward."""
+    worst = cost.passing
+    return 0.0 if worst is None else max(0.0, max(worst.forward, worst.fused_last) - cost.saved_bytes)
 
 
 def passes(before: Costed, behind: Costed) -> NDArray[np.bool_]:

@@ -36,6 +36,10 @@ SHORT, ACTIONS = 60, 120_000
 ORDERED, BEST = 12, 4
 """Layouts that are simulated with the orders of OTHERS as well, and plans that are on every sampled batch."""
 
+TIGHTER, SPARE, MISSES = 6, 0.02, 20
+"""How often the short list is made again with more memory kept free because nothing of it fits, the least part of the
+memory that is then kept free, and after how many layouts that do not fit."""
+
 OTHERS = ("eager-1f1b", "zb-h1")
 """Families that are tried beside 1F1B; their placement is a stage a lane."""
 
@@ -106,36 +110,55 @@ class _Finder:
         return {key.partition(".")[2]: value for key, value in self.pins.items() if key.startswith(f"{module}.")}
 
     def look(self, progress: Any) -> None:
-        """Simulate the short list, then the best of it on every batch and in other orders."""
+        """Simulate the short list, with more memory kept free as long as nothing of it fits; then the best of it in
+        other orders, and on every batch."""
         limit = min(float(kind.memory_bytes) for kind in self.bench.network.kinds)
-        found = orchestrate(
-            [one.profile for one in self.costed],
-            min(self.pins.get("devices", device_count(self.bench.cluster)), device_count(self.bench.cluster)),
-            self.job.batch,
-            limit,
-            top=SHORT,
-            counts=[self.pins["microbatches"]] if "microbatches" in self.pins else None,
-            passes=[passes(one, two) for one, two in pairwise(self.costed)],
-            fixed=self.fixed,
-        )
-        self.considered, self.combined = found.considered, found.combined
-        self.closed_s = found.best[0].step_s if found.best else float("inf")
-        actions = 0
-        for place, layout in enumerate(found.best):
-            decisions = self.decisions(layout)
-            if decisions is None or (actions > ACTIONS and self.fitting):
-                continue
-            actions += 2 * decisions.stage_count * decisions.microbatches
-            self.simulate(decisions, 0)
-            if progress is not None:
-                best_s = min((one.step_s for one in self.fitting), default=None)
-                progress(len(found.best) - place - 1, self.simulated, best_s)
+        spare = 0.0
+        for _ in range(TIGHTER):
+            known = len(self.misfits)
+            self.simulate_all(self.short_list(limit - spare), progress)
+            lacking = [one.peak_bytes - one.limit_bytes for one in self.misfits[known:]]
+            if self.fitting or not lacking:
+                break
+            spare = max(2 * spare, min(lacking), SPARE * limit)
         self.fitting.sort(key=lambda one: one.rank)
         best = self.fitting[:ORDERED]
         if "schedule" not in self.pins:
             for one in list(best):
                 best += filter(None, [self.simulate(replace(_plain(one), schedule=name), 0) for name in OTHERS])
         self.settle(sorted(best, key=lambda one: one.rank)[:BEST])
+
+    def short_list(self, limit_bytes: float) -> tuple[Arrangement, ...]:
+        """The best layouts by the closed form, within this memory."""
+        count = device_count(self.bench.cluster)
+        found = orchestrate(
+            [one.profile for one in self.costed],
+            min(self.pins.get("devices", count), count),
+            self.job.batch,
+            limit_bytes,
+            top=SHORT,
+            counts=[self.pins["microbatches"]] if "microbatches" in self.pins else None,
+            passes=[passes(one, two) for one, two in pairwise(self.costed)],
+            fixed=self.fixed,
+        )
+        self.considered += found.considered
+        self.combined += found.combined
+        if found.best:
+            self.closed_s = found.best[0].step_s
+        return found.best
+
+    def simulate_all(self, layouts: Sequence[Arrangement], progress: Any) -> None:
+        """One after the other, until their actions come to ACTIONS, or the first MISSES do not fit."""
+        actions, misses = 0, 0
+        for place, layout in enumerate(layouts):
+            decisions = self.decisions(layout)
+            if decisions is None or actions > ACTIONS or (misses >= MISSES and not self.fitting):
+                continue
+            actions += 2 * decisions.stage_count * decisions.microbatches
+            misses += self.simulate(decisions, 0) is None
+            if progress is not None:
+                best_s = min((one.step_s for one in self.fitting), default=None)
+                progress(len(layouts) - place - 1, self.simulated, best_s)
 
     def settle(self, best: Sequence[Evaluated]) -> None:
         """The order of the best by their mean over all sampled batches, their microbatches put in order as well."""

@@ -118,6 +118,7 @@ def _of_way(
     part = (1.0 - 1.0 / replicas)[:, None]
     reduce_s = 2.0 * part * profile.reduce_s_per_byte * _most(cuts.gradient_bytes[None], cuts)
     kept = cuts.static_bytes + cuts.state_bytes / replicas[:, None] + profile.workspace_bytes
+    kept = kept + most[:, None] * cuts.passing_bytes
     room = _room(limit_bytes - kept, most[:, None] * cuts.saved_bytes, cuts, microbatches)
     fits = (used <= devices) & (room >= 0)
     rows = np.broadcast_to(np.arange(shape[1]), shape)

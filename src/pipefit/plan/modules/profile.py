@@ -36,6 +36,8 @@ class Way:
     "Optimizer state, whole: the replicas split it (ZeRO-1)."
     saved_bytes: Array
     "What one sample keeps from its forward to its backward."
+    passing_bytes: Array
+    "What the layer needs for one sample, beside what is kept, while it runs."
     gradient_bytes: Array
     "What the replicas add up once a step."
 
@@ -75,7 +77,8 @@ class StageCuts:
         kept: list[tuple[tuple[int, ...], Array]] = []
         for bounds in even_cuts(way.fixed_s + way.sample_s):
             behind = np.arange(len(bounds) - 1, 0, -1)[:, None]
-            stages = np.hstack((np.add.reduceat(layers, np.array(bounds[:-1]), axis=0), behind))
+            passing = np.maximum.reduceat(way.passing_bytes, np.array(bounds[:-1]))[:, None]
+            stages = np.hstack((np.add.reduceat(layers, np.array(bounds[:-1]), axis=0), passing, behind))
             if not any(_no_better(stages, other) for _, other in kept[: -1 - COMPARED : -1]):
                 kept.append((bounds, stages))
         self.bounds = tuple(bounds for bounds, _ in kept)
@@ -87,10 +90,14 @@ class StageCuts:
         self.fixed_s, self.sample_s = self._sums(way.fixed_s), self._sums(way.sample_s)
         self.static_bytes, self.state_bytes = self._sums(way.static_bytes), self._sums(way.state_bytes)
         self.saved_bytes, self.gradient_bytes = self._sums(way.saved_bytes), self._sums(way.gradient_bytes)
+        self.passing_bytes = self._over(way.passing_bytes, np.maximum)
         self.whole_fixed_s, self.whole_sample_s = float(way.fixed_s.sum()), float(way.sample_s.sum())
 
     def _sums(self, layers: Array) -> Array:
-        return np.concatenate([np.add.reduceat(layers, np.array(bounds[:-1])) for bounds in self.bounds])
+        return self._over(layers, np.add)
+
+    def _over(self, layers: Array, operation: np.ufunc) -> Array:
+        return np.concatenate([operation.reduceat(layers, np.array(bounds[:-1])) for bounds in self.bounds])
 
 
 def _no_better(stages: Array, than: Array) -> bool:
