@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from interpreter import run_outputs
 from multimodal_reference import Batch, Sample, batch_of, divisors_of, make_sample, step, step_of
 
 from pipefit.errors import ModelError
-from pipefit.model.capture import capture
+from pipefit.model.capture import capture, capture_layers
 from pipefit.model.graph import Model
-from pipefit.model.registry import build_layers, describe, resolve, typed_config
+from pipefit.model.ops import KINDS, infer
+from pipefit.model.registry import build_layers, describe, open_model, resolve, save_model, typed_config
 
 TINY = resolve("multimodal-tiny").config
 
@@ -223,3 +225,42 @@ def test_models_of_the_papers_sizes(name: str, language: float) -> None:
     assert billions["vision"] == pytest.approx(0.632, abs=0.003)
     assert billions["language"] == pytest.approx(language, abs=0.001)
     assert billions["generator"] == pytest.approx(1.0, abs=0.03)
+
+
+def test_shapes_are_inferred_and_no_size_of_the_example_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model("vit")
+    for graph in model.graphs.values():
+        shapes = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.parameters, *graph.tensors)}
+        for operator in graph.operators:
+            kind = KINDS[operator.kind]
+            kind.check_inputs(operator)
+            given = tuple(shapes[key] if key else None for key in operator.inputs)
+            assert infer(operator.kind, given, operator.attributes) == (shapes[operator.outputs[0]],), operator
+    monkeypatch.setattr("pipefit.model.capture._EXAMPLE", {"B": 17, "T": 29, "I": 19, "L": 23})
+    assert capture("multimodal", CONFIGS["vit"]) == model
+
+
+def test_a_saved_model_reloads_equal(tmp_path: Path) -> None:
+    model = _model("all")
+    save_model(model, tmp_path / "model.json")
+    again = open_model(str(tmp_path / "model.json"))
+    assert again == model and again.hash == model.hash
+
+
+class OfModule(torch.nn.Module):
+    """A user's layer that says which module it belongs to."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self.module_name, self.space = module, f"rows of {module}"
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_layers_of_a_user_form_modules_and_each_in_one_run() -> None:
+    model = capture_layers([OfModule("a"), OfModule("a"), OfModule("b")], x_features=6)
+    assert [(m.name, m.space, len(m.layers)) for m in model.modules] == [("a", "rows of a", 2), ("b", "rows of b", 1)]
+    with pytest.raises(ModelError, match=r"do not follow each other(.|\n)*'a' again, behind 'b'(.|\n)*one run"):
+        capture_layers([OfModule("a"), OfModule("b"), OfModule("a")], x_features=6)
