@@ -181,6 +181,7 @@ def test_from_the_command_line(
     code, out = run(*words, "--data", str(tmp_path / "index"), "--fix", "vision.replicas=1", "-o", plan_file)
     assert code == 0, out
     assert "modules: every one on devices of its own" in out and "3 global batches of index" in out
+    assert "cores for 4 images in steps of " in out
     plan = load_plan(plan_file)
     assert {space.name: len(space.counts) for space in plan.spaces} == {"samples": 0, "patches": 4, "latents": 4}
     assert set(plan.spaces[1].counts) <= {2, 4, 6, 8, 10} and set(plan.spaces[2].counts) == {0}

@@ -62,10 +62,7 @@ def command(
         return
     _print(summary, index)
     if needed is not None:
-        print(
-            f"preparation: {needed.cores} cores for {needed.images:.0f} images in steps of {needed.step_s:g} s "
-            f"({needed.image_s * 1e3:.2f} ms an image and core, measured here)"
-        )
+        print(needed.text())
 
 
 def _require(name: str, value: str, allowed: tuple[str, ...]) -> None:

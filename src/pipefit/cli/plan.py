@@ -88,6 +88,8 @@ def command(
     print(headline(plan))
     for line in forecast(plan):
         print(line)
+    if data is not None and plan.prediction is not None:
+        print(_preparation(data, job, plan.prediction.step_s))
     print_tables(tables(plan))
     _print_origins(plan)
     if output is not None:
@@ -131,6 +133,16 @@ def _sampled(opened: Model, data: Path, job: Job) -> dict[str, Any]:
         )
     rows = rows_of_index(open_index(data), job.sequence)
     return {"samples": sampled(rows, job.batch, BATCHES, job.seed, data.name), "arrange": arranged_samples}
+
+
+def _preparation(data: Path, job: Job, step_s: float) -> str:
+    """The cores with which preparing the samples keeps up with the plan's steps. Not in the plan: measured here."""
+    from pipefit.data.multimodal.index import open_index
+    from pipefit.data.multimodal.sample_rows import rows_of_index
+    from pipefit.data.preparation.cores import cores_needed, measured_rate
+
+    index = open_index(data)
+    return cores_needed(index, rows_of_index(index, job.sequence), job.batch, step_s, measured_rate(index)).text()
 
 
 def _job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:

@@ -49,6 +49,13 @@ class Cores:
     "Of one core, on average."
     step_s: float
 
+    def text(self) -> str:
+        """In a line."""
+        return (
+            f"preparation: {self.cores} cores for {self.images:.0f} images in steps of {self.step_s:.3g} s "
+            f"({self.image_s * 1e3:.2f} ms an image and core, measured on this host)"
+        )
+
 
 def image_sizes(index: Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(pixels of the file, tokens) of every use of an image in the index."""
