@@ -17,7 +17,7 @@ from train_toys import command, start, train_here
 
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index
-from pipefit.errors import DataError
+from pipefit.errors import DataError, PlanError
 from pipefit.model.capture import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
@@ -25,6 +25,7 @@ from pipefit.plan.check import save_plan
 from pipefit.plan.types import Job
 from pipefit.run.config import TrainConfig
 from pipefit.run.image_feeding import open_images
+from pipefit.run.verify import feeding_of, measure_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 
@@ -81,6 +82,19 @@ def test_one_process_and_four_train_alike_and_go_on_from_each_other(tmp_path: Pa
     code, error = train_here(tmp_path / "alone.json", index, tmp_path / "on", *data, *resumed, steps=4)
     assert code == 0, error
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-9)
+
+
+def test_verify_runs_every_rank_alone_on_random_images_of_the_planned_counts() -> None:
+    names = ("vision", "language", "generator")
+    model, counts = toys.model(names), toys.counts(names, 0)
+    plan = toys.plan(model, dict(zip(names, (Layout((1, 1)), Layout(), Layout()), strict=True)))
+    with pytest.raises(PlanError, match=r"does not say how many tokens its samples have(.|\n)*--data INDEX"):
+        feeding_of(plan, model, 0, torch.device("cpu"))
+    spaces = tuple(replace(space, counts=tuple(counts.get(space.name, ()))) for space in plan.spaces)
+    plan = replace(plan, spaces=spaces)
+    measured = [measure_rank(plan, model, rank, torch.device("cpu"), steps=1) for rank in range(4)]
+    assert min(one.train for one in measured) > 0
+    assert measured[2].train > measured[3].train, "the language model has a sequence to keep, the generator few tokens"
 
 
 def test_data_that_is_no_index_or_one_for_another_model(tmp_path: Path) -> None:

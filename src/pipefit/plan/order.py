@@ -81,9 +81,11 @@ def reduced_stages(groups: Sequence[GroupPlan], stages: Sequence[Stage]) -> tupl
 def gathered_stages(
     groups: Sequence[GroupPlan], stages: Sequence[Stage], parameters: Sequence[Parameter]
 ) -> tuple[int, ...]:
-    """The stages that use a parameter whose optimizer state is split over an axis of more than one position."""
+    """The stages that use a trained parameter whose optimizer state is split over an axis of more than one position."""
     found: set[int] = set()
     for parameter in parameters:
+        if not parameter.trainable:
+            continue
         axes = groups[stages[parameter.owner].group].axes
         for axis, form in zip(axes, parameter.state, strict=True):
             if parse_form(form).dim == FLAT and len(axis.shares) > 1:

@@ -31,7 +31,9 @@ from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
 from pipefit.run.faults import is_out_of_memory
 from pipefit.run.feeding import Feeding, SampleFeeding, TextFeeding
+from pipefit.run.image_feeding import is_multimodal
 from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.random_images import RandomImages
 from pipefit.run.stage_audit import AllocationAudit
 from pipefit.run.worker import lane_of
 from pipefit.units import format_bytes
@@ -197,7 +199,10 @@ def stretches(
 
 
 def feeding_of(plan: Plan, model: Model, rank_device: int, device: torch.device) -> Feeding:
-    """Random data for a device: tokens that the model's embedding knows, or the inputs of a whole model."""
+    """Random data for a device: tokens that the model's embedding knows, with images where the model takes them, or the
+    inputs of a whole model."""
+    if is_multimodal(model):
+        return RandomImages(plan, model, vocabulary_of(model), rank_device, device)
     if own_length(model) is None:
         return TextFeeding(plan, RandomText(plan, model), rank_device, device)
     tensors = {tensor.name: tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs}
