@@ -49,6 +49,8 @@ APART = {
     "sum of two sums": lambda y, _: y.sum() - y.square().sum(),
     "a number for each row": lambda y, _: (y.new_full((y.shape[0], TOKENS, 1), 3.0) * y).sum(),
     "unknown function": lambda y, _: y.roll(1, 1).square().sum(),
+    "places within a row": lambda y, _: y.gather(2, y.argsort()).tril().square().sum(),
+    "a table by rows": lambda y, model: model.layer.weight[(y[:, 0, 0] > 0).to(torch.int64)].square().sum(),
 }
 
 TOGETHER = {
@@ -61,6 +63,18 @@ TOGETHER = {
     "root of a loss": (lambda y, _: y.square().sum().sqrt(), "of a sum over rows"),
     "loss and number": (lambda y, _: y.square().sum() + 5.0, "add of a sum over rows"),
     "own mean": (lambda y, _: y.square().sum() / y.shape[0], "with the number of rows"),
+    "the row before": (lambda y, _: (y * y.roll(1, 0)).sum(), "roll.default that brings rows together"),
+    "all places before": (lambda y, _: (y * y.roll(1)).sum(), "roll.default that brings rows together"),
+    "rows by number": (lambda y, _: (y * y[y[:, 0, 0].argsort()]).sum(), "argsort.default that brings rows together"),
+    "the largest so far": (lambda y, _: y.cummax(0)[0].square().sum(), "cummax.default that brings rows together"),
+    "rows from a table": (
+        lambda y, _: (y * y[(y[:, 0, 0] > 0).to(torch.int64)]).sum(),
+        "index.Tensor that brings rows together",
+    ),
+    "rows added to rows": (
+        lambda y, _: y.index_add(0, (y[:, 0, 0] > 0).to(torch.int64), y).square().sum(),
+        "index_add.default that brings",
+    ),
     "first row": (lambda y, _: y[0].square().sum(), "has no rows where they were"),
     "whole norm": (lambda y, _: (y / y.norm()).sum(), "has no rows where they were"),
 }

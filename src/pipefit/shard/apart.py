@@ -106,6 +106,8 @@ def _after(operator: Operator, shapes: Mapping[str, Shape], states: Sequence[Sta
     if operator.kind == "reshape":
         return _reshaped(shapes[operator.inputs[0]], rows[0], out)
     if _unknown(operator, shapes):
+        if 0 in rows and rows[0].dim in _seen_along(operator, len(shapes[operator.inputs[0]])):
+            raise _Mixed(f"{name} that brings rows together: {', '.join(str(shapes[n]) for n in operator.inputs if n)}")
         return _believed(name, out, [*rows.values()])
     labels = {(labelled.inputs[place] or ())[state.dim] for place, state in rows.items()}
     mixing = {None, *labelled.kinds}  # along labels with a kind of their own parts must know of each other
@@ -130,6 +132,34 @@ def _refuse_counts(operator: Operator, name: Any) -> None:
     for item in given:
         if isinstance(item, dict) and ROWS in size_factors(str(item.get("size", "")))[1]:
             raise _Mixed(f"{name} with the number of rows")
+
+
+ALONG: Mapping[str, int] = {
+    **dict.fromkeys(("argsort", "cummax", "cummin", "diff", "gather", "index_add", "index_copy", "index_fill",
+                     "index_select", "logcumsumexp", "median", "mode", "nanmedian", "scatter", "scatter_add",
+                     "scatter_reduce", "unfold"), 1),
+    "kthvalue": 2, "roll": 2,
+}  # fmt: skip
+"""Functions without a rule that work along dimensions of their first value -> the argument that says which."""
+
+
+def _seen_along(operator: Operator, rank: int) -> frozenset[int]:
+    """Dimensions of its first value along which a function without a rule is known to bring elements together."""
+    arguments, keywords = operator.attributes.get("arguments", ()), operator.attributes.get("keywords", {})
+    function = str(operator.attributes.get("target", "")).split(".")[1:2]
+    if function in (["index"], ["index_put"]):
+        return frozenset(place for place, item in enumerate(arguments[1]) if item is not None)
+    if function in (["tril"], ["triu"]):
+        return frozenset((rank - 2, rank - 1))
+    if function in (["take"], ["put"]):
+        return frozenset(range(rank))
+    if not function or function[0] not in ALONG:
+        return frozenset()
+    place = ALONG[function[0]]
+    given = arguments[place] if len(arguments) > place else keywords.get("dim", keywords.get("dims"))
+    if given is None or given == [] or isinstance(given, dict):  # all of them, or the last
+        return frozenset((rank - 1,) if function == ["argsort"] else range(rank))
+    return frozenset(dim % rank for dim in ([given] if isinstance(given, int) else given))
 
 
 def _unknown(operator: Operator, shapes: Mapping[str, Shape]) -> bool:
