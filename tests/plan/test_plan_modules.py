@@ -185,7 +185,10 @@ def test_from_the_command_line(
     plan = load_plan(plan_file)
     assert {space.name: len(space.counts) for space in plan.spaces} == {"samples": 0, "patches": 4, "latents": 4}
     assert set(plan.spaces[1].counts) <= {2, 4, 6, 8, 10} and set(plan.spaces[2].counts) == {0}
-    assert "vision.replicas" in run("explain", plan_file)[1]
+    told = run("explain", plan_file)[1]
+    assert "vision.replicas" in told and "vision" in told.split("alternatives")[1]
+    rows = [tuple(sorted(one.decisions.items())) for one in plan.alternatives]
+    assert len({*rows, tuple(sorted(plan.decisions.items()))}) == len(rows) + 1, "no runner-up is there twice"
     (tmp_path / "text.json").write_text(dump_text(toy_model(2)))
     words[2] = str(tmp_path / "text.json")
     code, out = run(*words, "--data", str(tmp_path / "index"))

@@ -154,6 +154,8 @@ def _corrected(memory: MemoryRisk | None) -> tuple[str, str, str]:
 def alternative_table(plan: Plan) -> TextTable:
     """The runners-up, and why they lost or did not fit. With their slices where any of them, or the plan, has some."""
     keys: tuple[str, ...] = ("replicas", "stages", "shards", "microbatches", "schedule", "recompute", "zero1")
+    if names := module_names(plan.decisions):
+        keys = (*names, "microbatches", "schedule")
     if any(one.get("slices") for one in (plan.decisions, *(other.decisions for other in plan.alternatives))):
         keys = (*keys[:4], "slices", *keys[4:])
     winner = [_winner_row(plan, keys, plan.prediction)] if plan.prediction else []
@@ -244,7 +246,17 @@ def choices(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
     if len(tokens) > SLICES_SHOWN:
         words["slices"] = f"{len(tokens)} ({tokens[0]},{tokens[1]},...,{tokens[-1]})"
     words["slices"] = words.get("slices", "") or "1"
+    for name in module_names(decisions):
+        own = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
+        again = f", recompute {own['recompute']}" if own["recompute"] not in ("", "none") else ""
+        words[name] = f"{own['replicas']} x {own['stages']} x {own['shards']}{again}"
     return [words.get(key, "") for key in keys]
+
+
+def module_names(decisions: Mapping[str, str]) -> tuple[str, ...]:
+    """The modules that choices are made for one by one (`vision.replicas`), in their order; none in a plan of one. What
+    `choices` says of each: replicas x stages x shards."""
+    return tuple(dict.fromkeys(key.partition(".")[0] for key in decisions if "." in key))
 
 
 def _share(peak_bytes: float, limit_bytes: float) -> str:

@@ -231,8 +231,9 @@ class _Finder:
     def result(self) -> ModulesFound:
         best = self.fitting[0]
         mean_s = self.step_s.get(id(best), best.step_s)
+        told_apart = {tuple(one.decisions.words(()).items()): one for one in reversed(self.fitting)}
         found = Found(
-            fitting=tuple(self.fitting),
+            fitting=tuple(one for one in self.fitting if told_apart[tuple(one.decisions.words(()).items())] is one),
             misfits=tuple(sorted(self.misfits, key=lambda misfit: misfit.bound_s)),
             unfit=len(self.misfits),
             lower_bound_s=self.work_bound_s(),
@@ -242,6 +243,7 @@ class _Finder:
         )
         notes = (
             self.samples.note,
+            f"modules: {_shares(best)}",
             f"modules: every one on devices of its own (disjoint); {self.considered} layouts of single modules, "
             f"{self.combined} of all together, the {SHORT} best by the closed form simulated; sharing devices between "
             "modules is not considered, because runs cannot do it yet",
@@ -253,13 +255,14 @@ class _Finder:
 
     def work_bound_s(self) -> float:
         """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
-        way, evenly over all devices."""
+        way, evenly over all devices; or what one microbatch takes on its way whatever it holds."""
         total_s = 0.0
         for costed in self.costed:
             profile = costed.profile
             samples = float(profile.weights[0].sum()) if profile.weights.size else float(self.job.batch)
             total_s += samples * min(way.shards * float(way.sample_s.sum()) for way in profile.ways)
-        return total_s / self.bench.network.devices
+        fixed_s = sum(min(float(way.fixed_s.sum()) for way in one.profile.ways) for one in self.costed)
+        return max(total_s / self.bench.network.devices, fixed_s)
 
     def nothing(self) -> PlanError:
         """The error for a search that found nothing."""
@@ -291,6 +294,26 @@ def _plain(one: Evaluated) -> ModuleDecisions:
     """The choices of what was simulated."""
     assert isinstance(one.decisions, ModuleDecisions)
     return replace(one.decisions, cuts=())
+
+
+def _shares(one: Evaluated) -> str:
+    """What every module has of the devices, what of the work, and how busy its busiest stage is: why they are divided
+    so."""
+    parts, timeline = one.parts, one.simulation.timeline
+    count: dict[str, int] = {}
+    work: dict[str, float] = {}
+    busiest: dict[str, float] = {}
+    for stage, lane in zip(parts.stages, parts.placement, strict=True):
+        devices, busy_s = len(parts.groups[stage.group].devices), float(timeline.busy_s[lane])
+        count[stage.module] = count.get(stage.module, 0) + devices
+        work[stage.module] = work.get(stage.module, 0.0) + devices * busy_s
+        busiest[stage.module] = max(busiest.get(stage.module, 0.0), busy_s)
+    every, whole = sum(count.values()), sum(work.values()) or 1.0
+    return "; ".join(
+        f"{name} has {count[name]} of {every} devices for {work[name] / whole:.0%} of the device time, its busiest stage "
+        f"{busiest[name] / timeline.makespan_s:.0%} of the step"
+        for name in count
+    )
 
 
 def _is(way: CostedWay, own: Decisions) -> bool:
