@@ -19,7 +19,8 @@ from lab_toys import lab_path, toy_lab
 
 from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable, LayerFacts
-from pipefit.model.registry import open_model
+from pipefit.model.capture import capture
+from pipefit.model.registry import open_model, resolve
 from pipefit.profile.device import introduce, rates
 from pipefit.profile.layers import LayerBench, Samples, Subject, typical
 from pipefit.profile.points import Point
@@ -151,6 +152,41 @@ SIZES = {"B": 2, "T": 16, "P": 0, "S": 16}
 
 def expected_s(kind: str, layers: int = 3) -> float:
     return TABLE.action_s + layers * pace.stage_layer_s(TABLE, tiny_block(), kind, SIZES)
+
+
+@cache
+def frozen_encoder() -> Any:
+    config = resolve("multimodal-tiny").config
+    return capture("multimodal", {**config, "frozen": ["vision.encoder"]})
+
+
+def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = frozen_encoder()
+    device = emulate(monkeypatch, tmp_path)
+    block, embed = (model.layer_graph(model.modules[place].layers[at]) for place, at in ((0, 1), (1, 0)))
+    program = Program()
+    program.layers = (SimpleNamespace(graph=block, shares=()),)
+    stage = pace.paced(program)
+
+    def taken_s(lengths: tuple[int, ...]) -> float:
+        feed = Feed(documents=torch.zeros(1, sum(lengths), dtype=torch.int64), image_lengths=lengths)
+        sizes = stage._sizes_of(0, 0, {}, feed)
+        assert sizes["squares"] == sum(n * n for n in lengths) and sizes["S"] == sizes["T"]
+        return pace.stage_layer_s(device.table, block, "F", sizes)
+
+    assert taken_s((256, 256)) < taken_s((500, 12)) < taken_s((512,))
+    sizes = stage._sizes_of(0, 0, {}, Feed(documents=torch.zeros(1, 40), image_lengths=(40,)))
+    assert pace.stage_layer_s(device.table, block, "W", sizes) == 0.0, "its weights are frozen"
+    program.input_gradient = False
+    program.layers = (*program.layers, SimpleNamespace(graph=model.layer_graph(model.modules[0].layers[-1]), shares=()))
+    frozen_s, projector_s = stage._layer_times("I", sizes)
+    assert frozen_s == 0.0 < projector_s, "nothing before the projector is trained"
+    data = {"image_places": torch.zeros(1, 9), "condition_places": torch.zeros(1, 4)}
+    sizes = stage._sizes_of(0, 0, {}, Feed(tokens=torch.zeros(2, 16), data=data))
+    assert (sizes["I"], sizes["J"], sizes["L"], sizes["M"]) == (9, 9, 4, 4)
+    assert pace.stage_layer_s(device.table, embed, "F", sizes) > 0.0
 
 
 def test_nothing_is_paced_outside_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

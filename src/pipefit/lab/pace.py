@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipefit.lab.tables import DeviceTable, LayerFacts
+from pipefit.model.graph import LOCAL
 from pipefit.model.ops import graph_flops
+from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.saved import effective_recompute
 from pipefit.model.ops.totals import graph_traffic_bytes, operator_flops
 
@@ -194,29 +196,51 @@ class PacedStage:
     def _layer_times(self, kind: str, sizes: Mapping[str, int]) -> list[float]:
         key = (kind, *sizes.values())
         if key not in self._known:
-            recompute = self._program.recompute
+            recompute, still = self._program.recompute, 0 if kind == "F" else self._without_backward()
             self._known[key] = [
-                stage_layer_s(self._device.table, layer.graph, kind, self._own_sizes(layer, sizes), recompute)
-                for layer in self._program.layers
+                0.0
+                if place < still
+                else stage_layer_s(self._device.table, layer.graph, kind, self._own_sizes(layer, sizes), recompute)
+                for place, layer in enumerate(self._program.layers)
             ]
         return self._known[key]
+
+    def _without_backward(self) -> int:
+        """How many layers at the beginning are frozen, where nothing before the stage is trained either."""
+        if getattr(self._program, "input_gradient", True):
+            return 0
+        trained = (any(spec.trainable for spec in layer.graph.parameters) for layer in self._program.layers)
+        return next((place for place, one in enumerate(trained) if one), 0)
 
     def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
         """The sizes of a layer with shares of its own."""
         shard = self._program.shard
         if shard is None or not layer.shares:
             return sizes
-        own = replace(shard, shares=layer.shares)
-        return {**sizes, "S": own.length(sizes["T"]), "R": own.length(sizes["B"])}
+        return {**sizes, **_parts(replace(shard, shares=layer.shares), sizes)}
 
     def _sizes_of(self, microbatch: int, slice_: int, inputs: Any, feed: Any) -> dict[str, int]:
         rows, tokens = feed.extent(inputs.get(""))
         past = sum(self._sizes[microbatch, earlier]["T"] for earlier in range(slice_))
-        shard = self._program.shard
-        own_tokens, own_rows = (tokens, rows) if shard is None else (shard.length(tokens), shard.length(rows))
-        sizes = {"B": rows, "T": tokens, "P": past, "S": own_tokens, "R": own_rows}
+        sizes = {"B": rows, "T": tokens, "P": past, **_packed(feed)}
+        sizes |= _parts(self._program.shard, sizes)
         self._sizes[microbatch, slice_] = sizes
         return sizes
+
+
+def _parts(shard: Any, sizes: Mapping[str, int]) -> dict[str, int]:
+    """A device's parts of the sizes that are split by shares."""
+    whole = {str(part): sizes[str(name)] for name, part in LOCAL.items() if name in sizes}
+    return whole if shard is None else {part: shard.length(size) for part, size in whole.items()}
+
+
+def _packed(feed: Any) -> dict[str, int]:
+    """Tokens of packed rows that meet the sequence, and the squares of the images of a packed row."""
+    data = getattr(feed, "data", {})
+    meeting = (("I", "image_places"), ("L", "condition_places"))
+    found = {symbol: int(data[name].shape[1]) for symbol, name in meeting if name in data}
+    lengths = getattr(feed, "image_lengths", None)
+    return found if lengths is None else {**found, SQUARES: sum(length * length for length in lengths)}
 
 
 def device() -> Device | None:
@@ -295,11 +319,16 @@ def stage_layer_s(
 
 
 def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
-    """What the device must do for a layer, for each of F, I and W."""
+    """What the device must do for a layer, for each of F, I and W: no W of a layer whose parameters are all frozen."""
     whole = graph_flops(graph, sizes)
-    found = [op for op in graph.operators if op.kind == "attention"]
+    found = [op for op in graph.operators if op.kind in ("attention", "packed_attention")]
     attention = [operator_flops(graph, op, sizes) for op in found]
-    causal = bool(found) and all(op.attributes["causal"] for op in found)
+    causal = bool(found) and all(op.attributes.get("causal", False) for op in found)
+    tokens = sizes["B"] * sizes["T"]
+    frozen = bool(graph.parameters) and not any(spec.trainable for spec in graph.parameters)
+    context = sizes["P"] + sizes["T"]
+    if SQUARES in sizes:
+        context = sizes[SQUARES] // max(1, tokens)
     traffic = graph_traffic_bytes(graph, sizes, 4)
     result = {}
     for kind, field in (("F", "forward"), ("I", "input_gradient"), ("W", "weight_gradient")):
@@ -308,8 +337,8 @@ def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
             dense_flops=getattr(whole, field) - inner,
             attention_flops=inner,
             traffic_bytes=_TRAFFIC[kind] * traffic,
-            tokens=sizes["B"] * sizes["T"],
-            context=sizes["P"] + sizes["T"],
+            tokens=0 if frozen and kind == "W" else tokens,
+            context=context,
             masked=(sizes["T"] - 1) / 2 / (sizes["P"] + sizes["T"]) if causal else 0.0,
         )
     return result

@@ -8,11 +8,12 @@ what comes into a stage, x, stays until its backward. I and L may be zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipefit.model.graph import Operator, Shape
-from pipefit.model.ops.kind import OperatorKind, same_shape
+from pipefit.model.ops.kind import Call, OperatorKind, same_shape
 
 _CUT = {"cut": "of a sequence that is split: [0 or 1, the first row's or token's place (-1: by shares), all of them]"}
 
@@ -20,6 +21,13 @@ _CUT = {"cut": "of a sequence that is split: [0 or 1, the first row's or token's
 def _placed(operator: Operator, needs_gradient: Callable[[str], bool]) -> tuple[str, ...]:
     """x: what comes into a stage stays until its backward has its gradient."""
     return operator.inputs[1:2] if needs_gradient(operator.inputs[1]) else ()
+
+
+def _spare_bytes(call: Call) -> int:
+    """Of a part of the sequence: a copy with one row more."""
+    h = call.inputs[0]
+    assert h is not None
+    return math.prod(h) * call.compute_bytes if "cut" in call.attributes else 0
 
 
 def _taken(inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
@@ -36,6 +44,8 @@ OPERATORS = (
         attributes=_CUT,
         shapes=same_shape,
         saves=_placed,
+        forward_extra=_spare_bytes,
+        backward_extra=_spare_bytes,
         boundary=True,
     ),
     OperatorKind(
@@ -44,6 +54,8 @@ OPERATORS = (
         inputs=("h", "places"),
         attributes=_CUT,
         shapes=_taken,
+        forward_extra=_spare_bytes,
+        backward_extra=_spare_bytes,
         boundary=True,
     ),
 )
