@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import modules_cases as cases
@@ -11,7 +12,11 @@ import pytest
 from modules_toys import ALL, Layout
 from worker_cases import prepare
 
+from pipefit.errors import PlanError
 from pipefit.plan.check import check_plan
+from pipefit.plan.types import GroupPlan
+from pipefit.run.build import check_runnable
+from pipefit.run.packed import TokenRuns
 
 
 def layouts(*each: Layout):
@@ -116,3 +121,19 @@ def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_po
     alone = toys.plan(model, dict.fromkeys(ALL, Layout()), together=True, order="gpipe")
     for (loss, norm), one in zip(run(gloo_pool, alone, model, 3)["steps"], found["steps"], strict=True):
         assert one == pytest.approx((loss, norm), rel=1e-10)
+
+
+def test_what_is_not_run_is_refused():
+    each, words = LAYOUTS["one device for all"]
+    plan = toys.plan(toys.model(), each, **words)
+    with pytest.raises(PlanError, match=r"Packed images are not cut into slices(.|\n)*packed space 'patches'"):
+        check_runnable(replace(plan, order=replace(plan.order, slices=(13, 13))))
+    two = toys.plan(toys.model(), dict.fromkeys(ALL, Layout((1, 1))), together=True, order="gpipe")
+    axes = tuple(replace(axis, shares=axis.shares[::-1]) for axis in two.groups[0].axes[::-1])
+    other = GroupPlan(axes=axes, devices=two.groups[0].devices)
+    apart = replace(two.stages[1], group=1)
+    mixed = replace(two, groups=(*two.groups, other), stages=(two.stages[0], apart, *two.stages[2:]))
+    with pytest.raises(PlanError, match=r"different grids are not run yet(.|\n)*shard 1, replica 1:1 on 0, 1, beside"):
+        check_runnable(mixed)
+    with pytest.raises(PlanError, match=r"how many tokens every sample has(.|\n)*'latents'(.|\n)*each of the 12"):
+        TokenRuns(plan).set({"patches": [0] * 12})

@@ -156,6 +156,15 @@ def check_runnable(plan: Plan) -> None:
             allowed="one slice: the whole sequence",
         )
     for index, stage in enumerate(plan.stages):
+        first = plan.lane_group(plan.order.placement[index])
+        if plan.groups[stage.group].group() != first:
+            raise PlanError(
+                "Stages on the same devices that lie there in different grids are not run yet.",
+                where=f"stages[{index}].group",
+                seen=f"{_grid(plan.groups[stage.group].group())}, beside {_grid(first)}",
+                allowed="one grid for all stages of a lane, with the same shares and order of devices",
+                next_step="give modules of different layouts devices of their own",
+            )
         if stage.microbatch_multiple != 1:
             raise PlanError(
                 "A stage that takes several microbatches together can be planned and simulated, but not run yet.",
@@ -175,6 +184,11 @@ def check_runnable(plan: Plan) -> None:
         for axis_ in group.axes:
             if axis_.name not in ("replica", "shard") and axis_.size > 1:
                 raise PlanError("This axis is not run yet.", where=f"groups[{stage.group}].axes", seen=axis_.name)
+
+
+def _grid(group: Group) -> str:
+    axes = ", ".join(f"{axis.name} {':'.join(map(str, axis.shares))}" for axis in group.axes)
+    return f"{axes} on {', '.join(map(str, group.devices))}"
 
 
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
