@@ -310,8 +310,8 @@ def _shares(one: Evaluated) -> str:
         busiest[stage.module] = max(busiest.get(stage.module, 0.0), busy_s)
     every, whole = sum(count.values()), sum(work.values()) or 1.0
     return "; ".join(
-        f"{name} has {count[name]} of {every} devices for {work[name] / whole:.0%} of the device time, its busiest stage "
-        f"{busiest[name] / timeline.makespan_s:.0%} of the step"
+        f"{name} has {count[name]} of {every} devices for {work[name] / whole:.0%} of the device time, its busiest "
+        f"stage {busiest[name] / timeline.makespan_s:.0%} of the step"
         for name in count
     )
 
