@@ -163,11 +163,36 @@ def test_prices_go_through_the_measured_times_and_the_last_slope_goes_on():
         assert lowerings.seconds("all_gather", "alltoallv", size, thirds) == pytest.approx(wanted)
     # Messages of an all-to-all are parts of parts: of 720 kB, as long as those of 240 kB that are gathered.
     assert lowerings.seconds("all_to_all", "alltoallv", 720e3, thirds, thirds) == pytest.approx(53e-3)
-    # Uneven: the longest message decides which factor holds, here that of 240 kB; the first sends its half twice.
-    assert lowerings.seconds("all_gather", "alltoallv", 160e3, PARTS) == pytest.approx(53e-3 * (160 * 1.5) / 240)
+    # Uneven: the longest message decides which factor holds, here that of 240 kB; the first sends its half twice, and
+    # is sent the other half, which counts as much.
+    assert lowerings.seconds("all_gather", "alltoallv", 160e3, PARTS) == pytest.approx(53e-3 * (160 + 80) / 320)
     halves = (0.5, 0.5, 0.0)
     both = lowerings.seconds("all_to_all", "padded", 320e3, halves, halves)
     assert both == pytest.approx(53e-3 * (320 * 1.5 * 1.5) / 720), "blocks of 80 kB, as those of 240 kB gathered"
+
+
+def test_what_goes_the_other_way_slows_an_exchange_over_gloo_as_it_slows_even_parts():
+    """Even parts keep every port busy both ways; they take 1.5 times what they would one way. Uneven ones go the other
+    way less."""
+    curve = ((3 * MB, 0.3), (30 * MB, 3.0))
+    measured = {
+        kind: Lowerings(measured_there(hosts(even(3, 10.0), kind=kind), all_to_all=curve), [(0, 1, 2)])
+        for kind in ("cpu", "gpu")
+    }
+    thirds = (1 / 3,) * 3
+    for parts, out, back in (
+        (thirds, 2 / 3, 2 / 3),
+        (PARTS, 1.0, 0.5),
+        ((0.9, 0.05, 0.05), 1.8, 0.1),
+        ((1.0, 0.0, 0.0), 2.0, 0.0),
+    ):
+        for operation in ("all_gather", "reduce_scatter"):
+            over_gloo, over_nccl = (one.seconds(operation, "alltoallv", 30 * MB, parts) for one in measured.values())
+            assert over_gloo == pytest.approx(3 * (out + 0.5 * back))
+            assert over_nccl == pytest.approx(3 * 1.5 * out)
+    # Of an all-to-all between unlike cuts: the last sends 0.4 of its quarter, and is sent 0.6 of three quarters.
+    found = measured["cpu"].seconds("all_to_all", "alltoallv", 90 * MB, PARTS, (0.2, 0.2, 0.6))
+    assert found == pytest.approx(9 * (0.6 * 0.75 + 0.5 * 0.4 * 0.25))
 
 
 def test_other_groups_go_by_messages_of_the_same_length():

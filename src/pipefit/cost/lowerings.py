@@ -27,7 +27,7 @@ import numpy as np
 from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from pipefit.cost.curves import collective_curves
 from pipefit.cost.direct import Bend, DirectCurve
-from pipefit.cost.network import Network, Port
+from pipefit.cost.network import Network, Port, opposite
 from pipefit.cost.operator_times import CollectiveTime
 from pipefit.cost.types import Array
 from pipefit.layout import overlaps, split
@@ -63,6 +63,9 @@ DIRECT: Mapping[str, tuple[str, Lowering]] = {
 }
 """Operation that `pipefit profile` measures -> the collective and lowering that moves the same, with even parts: it is
 held against that. All others are held against a ring."""
+
+TURN = 1 / 32
+"""By how much what counts of the other way is told apart."""
 
 Parts = tuple[float, ...]
 """Of every position, its fraction of what is split."""
@@ -128,6 +131,34 @@ class Lowered:
         return self.constant_s + self.slope * times * self.rounds.s_per_byte(*parts)
 
 
+class BothWays:
+    """What an exchange loads where what goes one way slows down what comes the other way.
+
+    Over TCP, what acknowledges the messages that come into a port leaves it behind those that go out, which delays what
+    is still to come, and the other way round; where a port serves several connections, windows do not make up for that
+    (two-way traffic: Zhang, Shenker and Clark, SIGCOMM 1991). By how much depends on sockets' buffers and on who shares
+    what, so it is taken from what was measured: even parts go both ways as much, and take longer than their links do
+    one way. A port then serves what it carries and a part of what goes the other way; the same part of uneven ones, up
+    to all of it. What is still missing multiplies.
+    """
+
+    def __init__(self, own: Array, back: Array, one_way: Rounds) -> None:
+        """Loads [port, position] or [port, position, position] of what ports carry, and of what goes the other way."""
+        self._own, self._back = own, back
+        self._even = _even(own), _even(back)
+        self._rounds: dict[int, Rounds] = {0: one_way}
+
+    def at(self, factor: float) -> tuple[float, Rounds]:
+        """(what is left of the factor, the rounds) where even parts take `factor` times what they do one way."""
+        own, back = self._even
+        wanted = factor * float(own.max(initial=0.0))
+        slowed = (wanted - own[back > 0]) / back[back > 0]
+        turns = int(min(1.0, max(0.0, float(slowed.min(initial=1.0)))) / TURN)
+        if turns not in self._rounds:
+            self._rounds[turns] = Rounds(self._own + turns * TURN * self._back)
+        return wanted / float((own + turns * TURN * back).max(initial=0.0)), self._rounds[turns]
+
+
 class Lowerings:
     """The lowerings of collectives over groups that do the same at the same time; loads are worked out once. Of groups
     beside the first, every device has the part of the first one's device at its position."""
@@ -136,6 +167,7 @@ class Lowerings:
         self.network, self.rings = network, tuple(tuple(ring) for ring in rings)
         self.size = len(self.rings[0])
         self._known: dict[tuple[str, Lowering], tuple[float, Rounds]] = {}
+        self._ways: dict[tuple[str, Lowering], BothWays] = {}
         self._padding = Rounds(self.size * np.eye(self.size))
 
     def of(self, operation: str, total_bytes: float) -> tuple[Lowered, ...]:
@@ -151,6 +183,10 @@ class Lowerings:
             self._known[operation, name] = self.plain(operation, name)
         steps_s, rounds = self._known[operation, name]
         latency, per_byte, bend = self._measured(operation, name, total_bytes)
+        if bend is not None and self.network.over_gloo and name != "grouped" and self.size > 1:
+            if (operation, name) not in self._ways:
+                self._ways[operation, name] = BothWays(*self._both(operation), rounds)
+            per_byte, rounds = self._ways[operation, name].at(per_byte)
         return Lowered(name, latency * steps_s, per_byte * total_bytes, rounds, bend)
 
     def reshare_s(self, total_bytes: float, old: Sequence[float], new: Sequence[float]) -> float:
@@ -213,6 +249,20 @@ class Lowerings:
         steps = (self.size - 1) * self._latency_s([(i, j, i) for i, j in pairs])
         return steps, Rounds(self._loads(carried, (self.size, self.size)))
 
+    def _both(self, operation: str) -> tuple[Array, Array]:
+        """What the ports carry when everyone sends everyone what it needs, [port, position] or, of an all-to-all,
+        [port, position, position]; and what goes the other way at the same time, port by port."""
+        pairs = list(itertools.permutations(range(self.size), 2))
+        if operation == "all_to_all":
+            load = self._ports([(i, j, (i, j)) for i, j in pairs], (self.size, self.size))
+        else:
+            load = self._ports(self._messages(operation, "alltoallv")[0][0], (self.size,))
+        back = [
+            load.get(opposite(port, len(self.network.cluster.hosts)), np.zeros_like(each))
+            for port, each in load.items()
+        ]
+        return np.stack([*load.values()]), np.stack(back)
+
     def _gathered(self) -> tuple[float, Rounds]:
         """Grouped, an all-to-all is an all-gather of which everyone keeps its part."""
         constant, rounds = self.plain("all_gather", "grouped")
@@ -246,6 +296,12 @@ class Lowerings:
     def _loads(self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]) -> Array:
         """[port, position] or [port, position, position]: seconds that a byte of what each message carries keeps a port
         busy."""
+        return _stack(self._ports(carried, shape).values(), shape)
+
+    def _ports(
+        self, carried: Iterable[tuple[int, int, int | tuple[int, int]]], shape: tuple[int, ...]
+    ) -> dict[Port, Array]:
+        """The same by port."""
         load: dict[Port, Array] = defaultdict(lambda: np.zeros(shape))
         for i, j, part in carried:
             for ring in self.rings:
@@ -254,7 +310,7 @@ class Lowerings:
                 link = self.network.link(ring[i], ring[j])
                 for port, seconds in self.network.loads(ring[i], ring[j], 1.0, 1.0 / link.bandwidth_bytes_per_s):
                     load[port][part] += seconds
-        return _stack(load.values(), shape)
+        return dict(load)
 
 
 def shard_collective(network: Network, rings: Sequence[Sequence[int]], shares: Sequence[int]) -> CollectiveTime:
@@ -311,6 +367,13 @@ def direct_curve(
     latency_s, rounds = Lowerings(network, [devices]).plain(*DIRECT[called])
     s_per_byte = count * rounds.s_per_byte((1 / count,) * count)
     return DirectCurve(latency_factor * latency_s, [size / count for size in sizes_bytes], time_s, s_per_byte)
+
+
+def _even(load: Array) -> Array:
+    """What ports carry of even parts."""
+    for _ in range(load.ndim - 1):
+        load = load.mean(axis=-1)
+    return load
 
 
 def _fractions(shares: Sequence[float]) -> Parts:

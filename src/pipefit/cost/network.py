@@ -25,6 +25,18 @@ Port = tuple[str, int, int]
 or "rack down", uplink, rail)."""
 
 
+OTHER_WAY = {"host out": "host in", "host in": "host out", "rack up": "rack down", "rack down": "rack up"}
+
+
+def opposite(port: Port, hosts: int) -> Port:
+    """What carries the other way, on a cluster of so many hosts; inside a host there is nothing apart for it, and the
+    port itself stands for that."""
+    name, number, rail = port
+    if name == "link":
+        return name, number % hosts * hosts + number // hosts, rail
+    return OTHER_WAY.get(name, name), number, rail
+
+
 @dataclass(frozen=True, slots=True)
 class TransferTime:
     """Of messages that start together."""
