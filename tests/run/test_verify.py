@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipefit.cluster import local
 from pipefit.cluster.spec import uniform_rail
@@ -19,6 +20,8 @@ from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.memory_end import RUN_ELEMENTS
 from pipefit.cost.memory_file import load_memory
 from pipefit.errors import RunError
+from pipefit.model.capture_whole import capture_whole
+from pipefit.model.example import Example
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
 from pipefit.plan.build import build_plan
@@ -283,6 +286,24 @@ def test_alone_in_a_world() -> None:
         dist.all_reduce(part, group=group)
         assert part.tolist() == [8, 9, 10, 11]
     assert not dist.is_initialized()
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_inputs_of_a_whole_model_may_be_called_as_hidden_states_are() -> None:
+    inputs = {"x": torch.zeros(2, 6), "labels": torch.zeros(2, dtype=torch.int64)}
+    model = capture_whole(Example(module=Small(), inputs=inputs, loss=nn.functional.cross_entropy))
+    assert [tensor.name for tensor in model.layer_graph(model.layers[1]).inputs] == ["x", "labels"]
+    plan = build_plan(model, local(1), Job(batch=4, sequence=1, precision="float32"), Decisions(), name="small")
+    [[feed]], count = verify.feeding_of(plan, model, 0, torch.device("cpu")).step(0)[:2]
+    assert (feed.data["x"].shape, count) == ((4, 6), 4)
 
 
 def test_kinds_that_hold_different_amounts_are_each_told_what_they_need() -> None:

@@ -205,8 +205,8 @@ def feeding_of(plan: Plan, model: Model, rank_device: int, device: torch.device)
         return RandomImages(plan, model, vocabulary_of(model), rank_device, device)
     if own_length(model) is None:
         return TextFeeding(plan, RandomText(plan, model), rank_device, device)
-    tensors = {tensor.name: tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs}
-    fed = {name: tensor for name, tensor in tensors.items() if tensor.role != "activation"}
+    tensors = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
+    fed = {tensor.name: tensor for tensor in tensors if tensor.role != "activation"}  # both may be called x
     fields = {name: field_of(tensor) for name, tensor in fed.items()}
     rows = RandomItems(fields, vocabulary_of(model), 2 * plan.job.batch)
     samples = Samples(rows, fields, where="random rows", batch=plan.job.batch, held_out=plan.job.batch)
