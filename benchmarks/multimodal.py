@@ -3,10 +3,12 @@
 Modules of the sizes of DistTrain's MLLM-9B, 15B and 72B (ViT-Huge, a Llama, a generator of 1.0 B; arXiv 2408.04275,
 section 7) on clusters of up to 1,296 devices with 8 in a host. Costs are counted from parameters and tokens: 2 FLOPs a
 parameter and token forward, twice that backward where weights are trained, at the stated efficiency for every count of
-shards. Samples differ in their images: lognormal, with the stated sigma. The step is the closed form's, not a
-simulated or measured one.
+shards. Samples differ in their images: lognormal, with the stated sigma. These steps are the closed form's.
 
-    python benchmarks/multimodal.py [--quick] [--json PATH]
+With `--plans` also whole plans, simulated: pipefit's built-in models of these sizes, captured (needs torch), on
+1,296 devices of A100-80, on costs from data sheets. No step here is measured.
+
+    python benchmarks/multimodal.py [--quick] [--plans] [--json PATH]
 """
 
 from __future__ import annotations
@@ -49,6 +51,16 @@ CASES = {
     "MLLM-15B": ("13B", (112, 324, 648, 1172, 1296)),
     "MLLM-72B": ("70B", (112, 324, 648, 1172, 1296)),
 }
+PLANS = (
+    ("mllm-9b", "162x8xA100-80:800Gbit/s", 1920, 0.5),
+    ("mllm-72b", "162x8xA100-80:800Gbit/s", 1920, 0.5),
+)
+QUICK_PLANS = (("mllm-9b", "4x8xA100-80:800Gbit/s", 32, 0.5),)
+"""(model, cluster, batch, sigma) of whole plans."""
+
+IMAGE_SIDE = 32
+"""Patches of a side of an image: an image of 1,024 tokens."""
+
 BATCH = {112: 240, 324: 480, 648: 960, 1172: 1920, 1296: 1920}
 FROZEN = {"trained": (), "vision frozen": ("vision",), "all but language frozen": ("vision", "generator")}
 SAVED_VALUES = 34
@@ -58,6 +70,7 @@ SAVED_VALUES = 34
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the smallest and the largest cluster of one model")
+    parser.add_argument("--plans", action="store_true", help="also whole plans of captured models, simulated")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     cases = {"MLLM-72B": ("70B", (112, 1296))} if arguments.quick else CASES
@@ -67,9 +80,12 @@ def main() -> int:
             for what, frozen in FROZEN.items():
                 row = measure(language, devices, BATCH[devices], frozen, sigma=0.5, repeat=1 if arguments.quick else 5)
                 rows.append({"model": name, "training": what, **row})
-    result = {"cases": rows, "provenance": provenance()}
+    plans = [planned(*case) for case in (QUICK_PLANS if arguments.quick else PLANS)] if arguments.plans else []
+    result = {"cases": rows, "plans": plans, "provenance": provenance()}
     write_result(arguments.json, result)
     print_table(rows)
+    for one in plans:
+        print(f"{one['model']} on {one['cluster']}: step {format_seconds(one['step_s'])}, {one['decisions']}")
     return 0
 
 
@@ -165,6 +181,41 @@ def profile_of(
         reduce_s_per_byte=1.0 / LINK_BYTES_PER_S,
         workspace_bytes=2.0**30,
     )
+
+
+def planned(name: str, cluster: str, batch: int, sigma: float) -> dict[str, Any]:
+    """A whole plan of a built-in model. Utilisation is that of the devices' data-sheet peak."""
+    from pipefit.cluster import parse_spec
+    from pipefit.model.registry import open_model
+    from pipefit.plan.make import make_plan
+    from pipefit.plan.modules.samples import Samples
+    from pipefit.plan.types import Job
+
+    model, found = open_model(name), parse_spec(cluster)
+    random = np.random.default_rng(8)
+    images = random.lognormal(0.0, sigma, (2, batch))
+    counts = np.rint(np.minimum(IMAGE_TOKENS * images / images.mean(), SEQUENCE)).astype(np.int64)
+    tokens = {"patches": counts, "latents": counts}
+    squares = {space: IMAGE_SIDE**2 * each for space, each in tokens.items()}
+    samples = Samples(tokens=tokens, squares=squares, note=f"samples: lognormal, sigma {sigma}")
+    began, began_cpu = time.perf_counter(), time.process_time()
+    plan = make_plan(model, found, Job(batch=batch, sequence=SEQUENCE, precision="bfloat16"), samples=samples)
+    assert plan.prediction is not None
+    step_s = plan.prediction.step_s
+    return {
+        "model": name,
+        "cluster": cluster,
+        "batch": batch,
+        "sigma": sigma,
+        "planning_s": time.perf_counter() - began,
+        "planning_processor_s": time.process_time() - began_cpu,
+        "step_s": step_s,
+        "lower_bound_s": plan.prediction.lower_bound_s,
+        "utilisation": plan.prediction.flops_per_step / step_s / len(plan.devices) / PEAK_FLOPS_PER_S,
+        "devices_used": len(plan.devices),
+        "decisions": dict(plan.decisions),
+        "notes": list(plan.prediction.assumptions),
+    }
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +20,9 @@ from pipefit.plan.modules.profile import ModuleProfile, Way, even_cuts
 from pipefit.schedule.families import family
 from pipefit.schedule.problem import Problem, linear, uniform_costs
 from pipefit.simulate import simulate
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def random_profile(name: str, random: np.random.Generator, layers: int, heavy: bool) -> ModuleProfile:
@@ -173,3 +180,19 @@ def test_loads_of_bins() -> None:
 def test_replicas_that_spare_nobody_work_are_left_out() -> None:
     assert replica_counts(24, 100) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 24]
     assert replica_counts(24, 9) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_benchmark_divides_a_thousand_devices_in_a_moment(tmp_path: Path) -> None:
+    """Processor time, with room for slow machines; the figure that counts is in the benchmark's own result."""
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "multimodal.py"), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    assert str(ROOT) not in text and str(tmp_path) not in text
+    cases = {(one["devices"], one["training"]): one for one in json.loads(text)["cases"]}
+    large, frozen = cases[1296, "trained"], cases[1296, "all but language frozen"]
+    assert large["planning_processor_s"] < 3.0 and large["devices_used"] <= 1296
+    assert sum(one["devices"] for one in large["modules"].values()) == large["devices_used"]
+    assert frozen["step_s"] < large["step_s"]
+    assert frozen["modules"]["vision"]["devices"] < large["modules"]["vision"]["devices"]
