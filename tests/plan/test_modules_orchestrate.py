@@ -21,7 +21,6 @@ from pipefit.schedule.families import family
 from pipefit.schedule.problem import Problem, linear, uniform_costs
 from pipefit.simulate import simulate
 
-
 ROOT = Path(__file__).parents[2]
 
 
