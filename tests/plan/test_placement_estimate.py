@@ -134,6 +134,17 @@ def test_the_estimate_orders_placements_as_the_simulator_does() -> None:
         assert spearmanr(estimated, simulated).statistic > wanted, f"{more} placements simulated before"
 
 
+def test_the_estimate_forgets_nothing_that_a_search_met() -> None:
+    """Many more paths than a few placements have: it stays exact at the first that was simulated as at the last."""
+    made = candidate(skewed_cluster(32, seed=3), chain(8, 4, microbatches=24))
+    searcher = Searcher(made.question, made.timeline, compiled=False)
+    searcher.probe(made.question.devices)
+    places = made.permutations(120, seed=6)
+    simulated = [searcher.simulate(device) for device in places]
+    assert len(searcher.known) > 100
+    assert [searcher.estimate(device) * TICK_S for device in places] == pytest.approx(simulated, rel=1e-7)
+
+
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_changing_step_by_step_is_exactly_working_out_anew(name: str) -> None:
     made = CANDIDATES[name]()

@@ -37,8 +37,9 @@ from pipefit.simulate import Timeline
 PROBES = 24
 """Paths that are looked for before the search begins, each with one entry of x made much larger."""
 
-CHUNK = 2500
-"""Moves between two simulations, and looks at the clock."""
+CHUNK, TASKS_A_MOVE = (500, 2500), 8
+"""Moves between two simulations, and looks at the clock: within these limits, one for so many tasks of the simulation,
+whose time grows with them. The more often the estimate learns, the less the search is led by paths it lacks."""
 
 COMPILED_FROM = 20_000
 """Moves from which it pays to import numba, and to compile on the first use on a machine."""
@@ -88,6 +89,8 @@ class Searcher:
         "Simulated times of the placements that were looked at."
         self.best, self.best_s = question.devices, float("inf")
         self.moves = 0
+        self.chunk = max(CHUNK[0], min(CHUNK[1], self.paths.graph.size // TASKS_A_MOVE))
+        "Moves between two simulations."
 
     @property
     def x(self) -> Ints:
@@ -140,7 +143,7 @@ class Searcher:
         return float((leading * self.arena.ints(X)).sum())
 
     def anneal(self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: Course) -> tuple[Ints, float]:
-        """(best placement, its simulated time) of an annealing from `start`. Every CHUNK moves the best placement since
+        """(best placement, its simulated time) of an annealing from `start`. Every chunk of moves the best placement since
         the last time is simulated, and the estimate learns from it."""
         question = self.question
         set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
@@ -151,7 +154,7 @@ class Searcher:
         arrays, made, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
         found, found_s, progress = start, start_s, 0.0
         while made < course.moves and progress < 1.0:
-            count = min(CHUNK, course.moves - made)
+            count = min(self.chunk, course.moves - made)
             best, control = start.copy(), np.array([hot * span**progress, factor, np.inf])
             self.run["anneal"](count, control, course.random, EXPONENTIAL, best, *arrays)
             made += count
@@ -255,7 +258,7 @@ def _rounds(budget: Budget) -> int:
 ROUND_MOVES, ROUND_S = 250_000, 0.5
 """Moves of a round, and seconds where the budget counts those."""
 
-HOT, COLD = 0.04, 0.002
+HOT, COLD = 0.02, 0.003
 """The first temperature, as a share of what is placed; the last one, as a share of the first."""
 
 STAGES = ((6, 0.4, 1.0), (2, 0.3, 0.5), (1, 0.3, 0.25))
