@@ -143,8 +143,8 @@ class Searcher:
         return float((leading * self.arena.ints(X)).sum())
 
     def anneal(self, start: Ints, start_s: float, racks: Sequence[Sequence[int]], course: Course) -> tuple[Ints, float]:
-        """(best placement, its simulated time) of an annealing from `start`. Every chunk of moves the best placement since
-        the last time is simulated, and the estimate learns from it."""
+        """(best placement, its simulated time) of an annealing from `start`. Every chunk of moves the best placement
+        since the last time is simulated, and the estimate learns from it."""
         question = self.question
         set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
         self.estimate(start)

@@ -12,8 +12,8 @@ from pipefit.plan.placement.shape import Question
 from pipefit.plan.placement.starts import Moves
 
 CUTS = 400
-"""Critical paths that the estimate holds at most; the ones that matter least give way. A search of a second meets 100 to
-350 of them, and is led astray by what it forgets: with room for 48, ten times the moves found nothing better."""
+"""Critical paths that the estimate holds at most; the ones that matter least give way. A search of a second meets 100
+to 400 of them, and is led astray by what it forgets: with room for 48, ten times the moves found nothing better."""
 
 UNTIL = (800, 900, 915, 930, 950, 960, 990, 1000)
 """Of 1,000 moves: swaps, cycles, runs backwards, parts of runs moved, lanes swapped, runs of lanes backwards, ends of
