@@ -15,8 +15,8 @@ from worker_cases import prepare
 from pipefit.errors import PlanError
 from pipefit.plan.check import check_plan
 from pipefit.plan.types import GroupPlan
-from pipefit.run.build import check_runnable
 from pipefit.run.packed import TokenRuns
+from pipefit.run.runnable import check_runnable
 
 
 def layouts(*each: Layout):

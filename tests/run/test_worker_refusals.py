@@ -15,12 +15,13 @@ from pipefit.model.capture import capture
 from pipefit.model.registry import describe
 from pipefit.plan.types import AxisPlan, Wire
 from pipefit.run.buckets import make_buckets
-from pipefit.run.build import build_worker, check_runnable, stage_programs
+from pipefit.run.build import build_worker, stage_programs
 from pipefit.run.comms import Comms
 from pipefit.run.launch import launch, run_rank
 from pipefit.run.metrics import open_board
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.reduce import Reducer
+from pipefit.run.runnable import check_runnable
 from pipefit.run.setup import choose_device
 from pipefit.run.worker import lane_of
 

@@ -6,27 +6,28 @@ that all of them read the same plan and captured the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pipefit.errors import PlanError, StalePlanError
+from pipefit.errors import StalePlanError
 from pipefit.lab.pace import paced
 from pipefit.layout import AxisName, Box, Group, holding, parse_form
-from pipefit.model.graph import Model, Module, size_value
+from pipefit.model.graph import Model
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
 from pipefit.plan.check_slices import document_problems, slice_problems
 from pipefit.plan.length import length_problems
 from pipefit.plan.sharded import LayerProgram, Programs, check_handing, program_hash, sharding_key
-from pipefit.plan.types import Edge, Parameter, Plan, Stage
+from pipefit.plan.types import Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms
 from pipefit.run.initial import Value, initial_values
 from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.packed import packed_space
+from pipefit.run.planned import edge_shapes, layers_of, side_loss
 from pipefit.run.reduce import Reducer
+from pipefit.run.runnable import check_runnable
 from pipefit.run.shard_comm import ShardContext
 from pipefit.run.stage import StageLayer, StageProgram
 from pipefit.run.tied import TiedSum, TiedUse, tied_pairs
@@ -121,7 +122,7 @@ def build_worker(
         shape_of=edge_shapes(plan, model),
         optimizer=optimizer,
         master_dtype=gradient_dtype,
-        loss_modules=[module.name for module in model.modules if loss_of(model, module)],
+        loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss],
         frozen=frozen,
     )
 
@@ -145,61 +146,15 @@ def make_groups(plan: Plan, model: Model, comms: Comms) -> None:
     comms.make_pairs((ranks[a], ranks[b]) for a, b in pairs)
 
 
-def check_runnable(plan: Plan) -> None:
-    """Raises PlanError for what plans can express and the worker does not run yet."""
-    packed = [space.name for space in plan.spaces if not space.tokens]
-    if packed and len(plan.order.slices) > 1:
-        raise PlanError(
-            "Packed images are not cut into slices of tokens.",
-            where="order.slices",
-            seen=f"{len(plan.order.slices)} slices, with the packed space {packed[0]!r}",
-            allowed="one slice: the whole sequence",
-        )
-    for index, stage in enumerate(plan.stages):
-        first = plan.lane_group(plan.order.placement[index])
-        if plan.groups[stage.group].group() != first:
-            raise PlanError(
-                "Stages on the same devices that lie there in different grids are not run yet.",
-                where=f"stages[{index}].group",
-                seen=f"{_grid(plan.groups[stage.group].group())}, beside {_grid(first)}",
-                allowed="one grid for all stages of a lane, with the same shares and order of devices",
-                next_step="give modules of different layouts devices of their own",
-            )
-        if stage.microbatch_multiple != 1:
-            raise PlanError(
-                "A stage that takes several microbatches together can be planned and simulated, but not run yet.",
-                where=f"stages[{index}].microbatch_multiple",
-                seen=stage.microbatch_multiple,
-                allowed="1",
-            )
-        group = plan.groups[stage.group].group()
-        for device in group.devices:
-            axis = group.along(device, ("shard",))
-            if list(axis) != sorted(axis):
-                raise PlanError(
-                    "The devices of a shard axis must be in rising order: ranks are numbered by device.",
-                    where=f"groups[{stage.group}].devices",
-                    seen=axis,
-                )
-        for axis_ in group.axes:
-            if axis_.name not in ("replica", "shard") and axis_.size > 1:
-                raise PlanError("This axis is not run yet.", where=f"groups[{stage.group}].axes", seen=axis_.name)
-
-
-def _grid(group: Group) -> str:
-    axes = ", ".join(f"{axis.name} {':'.join(map(str, axis.shares))}" for axis in group.axes)
-    return f"{axes} on {', '.join(map(str, group.devices))}"
-
-
 def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
     """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
     made = Programs(model, plan.recipes)
     result: list[Mapping[str, LayerProgram]] = []
     for index, stage in enumerate(plan.stages):
         shares = plan.groups[stage.group].group().axis("shard").shares
-        programs = {layer.graph: made.program(layer, sharding_key(stage), shares) for layer in _layers(model, stage)}
-        check_handing([programs[layer.graph] for layer in _layers(model, stage)], shares, f"stages[{index}]")
-        seen = program_hash([programs[layer.graph] for layer in _layers(model, stage)])
+        programs = {layer.graph: made.program(layer, sharding_key(stage), shares) for layer in layers_of(model, stage)}
+        check_handing([programs[layer.graph] for layer in layers_of(model, stage)], shares, f"stages[{index}]")
+        seen = program_hash([programs[layer.graph] for layer in layers_of(model, stage)])
         if stage.program and seen != stage.program:
             raise StalePlanError(
                 "The plan was made for another program of this stage.",
@@ -209,32 +164,6 @@ def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]
             )
         result.append(programs)
     return result
-
-
-def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ...]]:
-    """The global shape of one microbatch's slice of an edge's tensor; slice -1 is the whole sequence. In a packed space
-    tokens differ from microbatch to microbatch: here there is one for every row."""
-    spaces = {space.name: space for space in plan.spaces}
-
-    def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
-        graph = model.layer_graph(_layers(model, plan.stages[edge.source])[-1])
-        tensor = graph.tensor(edge.tensor or graph.outputs[0])
-        rows = plan.job.batch // plan.order.microbatches
-        if packed_space(plan, edge):
-            return 1, rows, int(tensor.shape[-1])
-        space = spaces[plan.stages[edge.source].space]
-        tokens = plan.job.sequence if slice_ < 0 else plan.order.slices[slice_]
-        if space.tokens != plan.job.sequence:
-            rows, tokens = space.rows // plan.order.microbatches, space.tokens
-        return tuple(size_value(size, {"B": rows, "T": tokens}) for size in tensor.shape)
-
-    return shape_of
-
-
-def loss_of(model: Model, module: Module) -> str:
-    """The name of the loss that the module ends with, alone or beside what it hands on; '' where there is none."""
-    graph = model.layer_graph(module.layers[-1])
-    return next((name for name in graph.outputs if graph.tensor(name).shape == ()), "")
 
 
 def _program(
@@ -256,7 +185,7 @@ def _program(
         shard = ShardContext(group=comms.group(members), shares=axis.shares, position=position)
     layers = [
         StageLayer(layer.name, program.graphs[position if axis.size > 1 else 0], layer.parameters, program.shares)
-        for layer in _layers(model, stage)
+        for layer in layers_of(model, stage)
         for program in [programs[layer.graph]]
     ]
     before = [module.name for module in model.modules].index(stage.module)
@@ -272,17 +201,9 @@ def _program(
         modules=_opaque_modules(model, layers, place.torch_device),
         backward=index in trained,
         input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
-        side_loss=_side_loss(model, stage),
+        side_loss=side_loss(model, stage),
     )
     return paced(program)
-
-
-def _side_loss(model: Model, stage: Stage) -> str:
-    """The loss that the stage makes beside the hidden state that it hands to another module."""
-    module = _module(model, stage)
-    ends = stage.layers[1] == len(module.layers)
-    loss = loss_of(model, module) if ends else ""
-    return "" if ends and model.layer_graph(module.layers[-1]).outputs[0] == loss else loss
 
 
 def _opaque_modules(
@@ -371,7 +292,7 @@ def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str
     """What this device holds: the runs that the sharded graphs' own local shapes add up to."""
     whole = tuple((0, length) for length in parameter.shape)
     position = place.group.position(place.device, "shard")
-    for layer in _layers(model, stage):
+    for layer in layers_of(model, stage):
         for local, name in layer.parameters.items():
             if name == parameter.name:
                 program = programs[layer.graph]
@@ -389,7 +310,7 @@ def _alike(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> 
     """Global names of parameters whose gradients every device of the shard axis computes whole."""
     return {
         layer.parameters[local]
-        for layer in _layers(model, stage)
+        for layer in layers_of(model, stage)
         for local in reduced_nowhere(programs[layer.graph].graphs[0])
     }
 
@@ -397,7 +318,7 @@ def _alike(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> 
 def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
     """Global name -> the first layer within the stage that uses it: the last that a backward completes."""
     places: dict[str, int] = {}
-    for index, layer in enumerate(_layers(model, stage)):
+    for index, layer in enumerate(layers_of(model, stage)):
         for name in layer.parameters.values():
             places.setdefault(name, index)
     return places
@@ -421,7 +342,7 @@ def _tied_uses(
 
 
 def _form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
-    for layer in _layers(model, stage):
+    for layer in layers_of(model, stage):
         for local, other in layer.parameters.items():
             if other == name:
                 return str(programs[layer.graph].parameters[local])
@@ -434,27 +355,3 @@ def _scatter_places(entries: Sequence[Entry], place: Place) -> dict[object, tupl
         members = sorted(place.ranks[d] for d in place.group.along(place.device, entry.scatter_over))
         result[entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
     return result
-
-
-def _module(model: Model, stage: Stage) -> Module:
-    for module in model.modules:
-        if module.name == stage.module:
-            return module
-    raise StalePlanError(
-        "The plan names a module that the model does not have.",
-        seen=stage.module,
-        allowed=", ".join(module.name for module in model.modules),
-    )
-
-
-def _layers(model: Model, stage: Stage):  # type: ignore[no-untyped-def]
-    module = _module(model, stage)
-    if stage.layers[1] > len(module.layers):
-        raise StalePlanError(
-            "The plan's stages go beyond the model's layers.",
-            where=f"module {stage.module!r}",
-            seen=f"layers up to {stage.layers[1]}",
-            allowed=f"{len(module.layers)} layers",
-            next_step="make the plan again with the model as it is now",
-        )
-    return module.layers[stage.layers[0] : stage.layers[1]]
