@@ -121,6 +121,21 @@ def test_pins_that_mean_nothing_here() -> None:
         assert caught.value.seen == seen and "vision.replicas" in str(caught.value.allowed)
 
 
+@pytest.mark.parametrize(
+    ("text", "message", "seen"),
+    [
+        ("vision.replicas=2:1", "replicas and shards of a module are even", "2:1"),
+        ("language.recompute=none,full", "one way of recomputing", "none,full"),
+        ("microbatches=3", "cannot be cut into this many equal microbatches", "batch 8, microbatches 3"),
+        ("schedule=zb-v", "a stage a lane, which this schedule is not made for", "zb-v"),
+    ],
+)
+def test_pins_that_cannot_be_obeyed(text: str, message: str, seen: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        made(text)
+    assert caught.value.seen == seen
+
+
 def test_samples_of_another_batch() -> None:
     with pytest.raises(PlanError, match="not of the size of the job's") as caught:
         made(samples=skewed_samples(9))

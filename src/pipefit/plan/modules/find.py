@@ -20,6 +20,7 @@ from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.evaluate import evaluate
+from pipefit.plan.modules.asked import check_asked
 from pipefit.plan.modules.costing import Costed, CostedWay, Costing, passes
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, orchestrate
@@ -43,12 +44,6 @@ memory that is then kept free, and after how many layouts that do not fit."""
 OTHERS = ("eager-1f1b", "zb-h1")
 """Families that are tried beside 1F1B; their placement is a stage a lane."""
 
-COMMON = ("microbatches", "schedule", "zero1", "devices")
-"""What can be pinned for all modules together."""
-
-OWN = ("replicas", "stages", "shards", "recompute", "devices")
-"""What can be pinned for each."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulesFound:
@@ -65,26 +60,12 @@ def modules_found(
 ) -> ModulesFound:
     """The best plans under `pins`, the fastest over all sampled batches first. Raises PlanError for pins that mean
     nothing here, and DoesNotFitError."""
-    check_pins(bench, pins)
+    check_asked(bench.model, job, pins)
     finder = _Finder(bench, job, pins, samples, arrange)
     finder.look(progress)
     if not finder.fitting:
         raise finder.nothing()
     return finder.result()
-
-
-def check_pins(bench: Workbench, pins: Mapping[str, Any]) -> None:
-    """Raises PlanError for a pin of no module, or one that plans of several modules do not know."""
-    names = [module.name for module in bench.model.modules]
-    for key in pins:
-        module, dot, own = key.rpartition(".")
-        if (dot and (module not in names or own not in OWN)) or (not dot and own not in COMMON):
-            raise PlanError(
-                "This cannot be fixed for a model of several modules.",
-                where="--fix",
-                seen=key,
-                allowed=", ".join((*COMMON, *(f"{name}.{one}" for name in names for one in OWN))),
-            )
 
 
 class _Finder:
