@@ -118,3 +118,21 @@ def test_collectives_of_a_shard_program_count_forward_and_backward():
     # Passes over the ring: gather 1 + scatter back 1, reduce 2 + 2, scatter 1 + gather back 1: 8 in all, (n-1)/n = 1/2.
     assert dict(traffic.bytes[0, 1]) == {"shards": 3 * 8 * whole / 2}
     assert traffic.totals()[1, 0] == 3 * 8 * whole / 2
+
+
+def test_packed_rows_and_ragged_edges_count_what_every_microbatch_has():
+    from dataclasses import replace
+
+    _, work, cluster, _ = traffic_of(stages=1, microbatches=1)
+    alike = collective_stage(work, "none")
+    packed = replace(alike.stages[0], packed=(((10, 52),), ((0, 0),), ((6, 36),)))
+    traffic = step_traffic(replace(alike, stages=(packed,)), Network(cluster), 3)
+    assert dict(traffic.bytes[0, 1]) == {"shards": 8 * (10 + 6) * WIDTH * 4 / 2}
+    frozen = replace(packed, frozen=1)
+    traffic = step_traffic(replace(alike, stages=(frozen,)), Network(cluster), 3)
+    assert dict(traffic.bytes[0, 1]) == {"shards": 4 * (10 + 6) * WIDTH * 4 / 2}, "forward alone: 1 + 2 + 1 passes"
+    _, work, cluster, _ = traffic_of(stages=2, microbatches=3)
+    messages = tuple((((0, 1, size),), ((1, 0, size / 2),)) for size in (40.0, 0.0, 24.0))
+    ragged = replace(work, edges=tuple(replace(edge, ragged=messages) for edge in work.edges))
+    traffic = step_traffic(ragged, Network(cluster), 3)
+    assert traffic.bytes[0, 1]["activations"] == 64.0 and traffic.bytes[1, 0]["gradients"] == 32.0

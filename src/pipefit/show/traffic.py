@@ -22,7 +22,9 @@ from pipefit.cost.network import Network
 from pipefit.cost.table import replica_rings, shard_rings
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split
+from pipefit.model.graph import LOCAL
 from pipefit.model.ops.kind import Said
+from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.model.ops.saved import kept
 
@@ -55,10 +57,12 @@ def step_traffic(work: PipelineWork, network: Network, microbatches: int) -> Tra
     """The traffic of one step of a pipeline."""
     traffic = Traffic()
     for edge in work.edges:
-        for reason, slices in (("activations", edge.forward), ("gradients", edge.backward)):
-            for messages in slices:
+        alike = ((*itertools.chain(*edge.forward),), (*itertools.chain(*edge.backward),))
+        each = [(1, *pair) for pair in edge.ragged] or [(microbatches, *alike)]
+        for times, forward, backward in each:
+            for reason, messages in (("activations", forward), ("gradients", backward)):
                 for source, target, size in messages:
-                    traffic.add(source, target, size * microbatches, reason)
+                    traffic.add(source, target, size * times, reason)
     for tied in work.tied:
         for source, target, size in tied.messages:
             traffic.add(source, target, size, "reduction")
@@ -74,9 +78,7 @@ def _add_shard_collectives(
     for ring in shard_rings(stage):
         if len(ring) < 2:
             continue
-        rows = stage.rows[stage.group.position(ring[0], "replica")]
-        for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
-            symbols = {"B": rows, "T": tokens, "P": past}
+        for times, symbols in _sizes(stage, stage.group.position(ring[0], "replica"), microbatches):
             lowerings, passed = lowerings_over(network, [ring]), Counter[str]()
             for shares, (kind, size, how, units) in _collectives(stage, symbols, work.precision):
                 if kind == RESHARE:  # of these the units are shares
@@ -87,24 +89,37 @@ def _add_shard_collectives(
                     passes = 2 if kind == "reduce_scatter" and network.over_gloo else PASSES[kind]
                     passed[kind] += passes * size * (len(ring) * max(parts[0]) if parts else 1.0)
                 else:
-                    for i, j, part in lowerings.sent(kind, how, size * microbatches, *parts):
+                    for i, j, part in lowerings.sent(kind, how, size * times, *parts):
                         traffic.add(ring[i], ring[j], part, "shards")
             for kind, size in passed.items():
-                _add_ring(traffic, ring, size * microbatches, "shards", network, kind)
+                _add_ring(traffic, ring, size * times, "shards", network, kind)
+
+
+def _sizes(stage: StageWork, replica: int, microbatches: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """How many microbatches have slices of which sizes; packed rows are others in every one."""
+    for row in stage.packed:
+        tokens, squares = row[replica]
+        if tokens:
+            yield 1, {"B": 1, "T": tokens, "P": 0, SQUARES: squares}
+    if not stage.packed:
+        for tokens, past in zip(stage.slices, _starts(stage.slices), strict=True):
+            yield microbatches, {"B": stage.rows[replica], "T": tokens, "P": past, **dict(stage.symbols)}
 
 
 def _collectives(
     stage: StageWork, sizes: Mapping[str, int], precision: Precision
 ) -> Iterator[tuple[tuple[int, ...], Said]]:
-    """All collectives of a microbatch, each with the shares of its layer: forward, backward and what is recomputed."""
+    """All collectives of a microbatch, each with the shares of its layer: forward, and of layers that have a backward
+    that and what is recomputed."""
     for place, graphs in enumerate(stage.layers):
         graph, shares = graphs[0], stage.shares_of(place)
-        own = {"S": split(sizes["T"], shares)[0][1], "R": split(sizes["B"], shares)[0][1]}
+        own = {str(part): split(sizes[str(size)], shares)[0][1] for size, part in LOCAL.items() if size in sizes}
         symbols = {**sizes, **own}
         again = set(kept(graph, stage.recompute, COMPUTE_BYTES[precision]).again)
         for index, operator in enumerate(graph.operators):
             ahead, back, late = exchanges_of(graph, operator, symbols, precision)
-            for said in itertools.chain(ahead, ahead if index in again else (), back, late):
+            behind = itertools.chain(ahead if index in again else (), back, late) if place >= stage.frozen else ()
+            for said in itertools.chain(ahead, behind):
                 yield shares, said
 
 
