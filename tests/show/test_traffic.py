@@ -131,8 +131,8 @@ def test_packed_rows_and_ragged_edges_count_what_every_microbatch_has():
     frozen = replace(packed, frozen=1)
     traffic = step_traffic(replace(alike, stages=(frozen,)), Network(cluster), 3)
     assert dict(traffic.bytes[0, 1]) == {"shards": 4 * (10 + 6) * WIDTH * 4 / 2}, "forward alone: 1 + 2 + 1 passes"
-    _, work, cluster, _ = traffic_of(stages=2, microbatches=3)
-    messages = tuple((((0, 1, size),), ((1, 0, size / 2),)) for size in (40.0, 0.0, 24.0))
+    _, work, cluster, _ = traffic_of(stages=2, microbatches=4)
+    messages = tuple((((0, 1, size),), ((1, 0, size / 2),)) for size in (40.0, 0.0, 20.0, 4.0))
     ragged = replace(work, edges=tuple(replace(edge, ragged=messages) for edge in work.edges))
-    traffic = step_traffic(ragged, Network(cluster), 3)
+    traffic = step_traffic(ragged, Network(cluster), 4)
     assert traffic.bytes[0, 1]["activations"] == 64.0 and traffic.bytes[1, 0]["gradients"] == 32.0
