@@ -136,3 +136,17 @@ def test_directories_of_modules_are_named_one_by_one() -> None:
     for text in ("vision=", "vision=a,audio=b", "vision=a,vision=b", "vision=a,b"):
         with pytest.raises(ModelError, match=r"named wrongly(.|\n)*--weights(.|\n)*vision=DIR and language=DIR"):
             split_parts(text)
+
+
+def test_a_configuration_names_directories_of_its_parts(tmp_path: Path) -> None:
+    their_model("siglip_vision_model").save_pretrained(tmp_path / "eyes")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "config.json").write_text(json.dumps(resolve("tiny").config))
+    config = tmp_path / "both.json"
+    config.write_text(json.dumps({"model_type": "multimodal", "vision": "eyes", "language": "words"}))
+    found = resolve(str(config))
+    assert found.family == "multimodal" and found.config["vision"]["hidden_size"] == 24
+    assert found.config["language"] == resolve("tiny").config
+    config.write_text(json.dumps({"model_type": "multimodal", "vision": "ears", "language": "words"}))
+    with pytest.raises(ModelError, match=r"without a config.json(.|\n)*'vision' of the configuration(.|\n)*ears"):
+        resolve(str(config))

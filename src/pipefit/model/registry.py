@@ -60,12 +60,13 @@ def resolve(source: str) -> Described:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError("The directory has no config.json.", where=str(path), next_step="give a model's directory")
-        return describe(_read_json(path / "config.json"), source, where=str(path / "config.json"))
+        config = _with_parts(_read_json(path / "config.json"), path)
+        return describe(config, source, where=str(path / "config.json"))
     if path.is_file():
         data = _read_json(path)
         if "graphs" in data and "modules" in data:
             return Described(source, str(data.get("family", USER)), data.get("config", {}))
-        return describe(data, source, where=source)
+        return describe(_with_parts(data, path.parent), source, where=source)
     near = difflib.get_close_matches(source, builtin_names(), n=1)
     raise ModelError(
         "The model is not known.",
@@ -120,6 +121,23 @@ def parameter_count(model: Model) -> int:
                 count *= size
             sizes[layer.parameters[parameter.name]] = count
     return sum(sizes.values())
+
+
+def _with_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A multimodal configuration may name directories for its encoder and its language model: what their config.json
+    says stands there afterwards. Paths count from the folder of the configuration."""
+    if config.get("model_type") not in FAMILIES["multimodal"].model_types:
+        return config
+    named = {part: folder / config[part] for part in ("vision", "language") if isinstance(config.get(part), str)}
+    for part, path in named.items():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                "A part of the model is to be read from a directory without a config.json.",
+                where=f"{part!r} of the configuration",
+                seen=str(path),
+                next_step="give the directory of a Hugging Face model, from the folder of this configuration",
+            )
+    return {**config, **{part: _read_json(path / "config.json") for part, path in named.items()}}
 
 
 def _is_function(source: str) -> bool:
