@@ -19,12 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipefit.lab.tables import DeviceTable, LayerFacts
+from pipefit.lab.layer_work import layer_facts as layer_facts
+from pipefit.lab.layer_work import stage_layer_s as stage_layer_s
+from pipefit.lab.tables import DeviceTable
 from pipefit.model.graph import LOCAL
-from pipefit.model.ops import graph_flops
 from pipefit.model.ops.packed_attention import SQUARES
-from pipefit.model.ops.saved import effective_recompute
-from pipefit.model.ops.totals import graph_traffic_bytes, operator_flops
 
 T = TypeVar("T")
 
@@ -36,9 +35,6 @@ AT_ONCE_S = 5e-4
 
 OPTIMIZER_BYTES = 28
 """AdamW in float32 reads four numbers and writes three for every parameter."""
-
-_TRAFFIC = {"F": 1.0, "I": 1.5, "W": 0.7}
-"""Memory traffic of an action against that of the forward."""
 
 
 @dataclass(slots=True)
@@ -305,43 +301,6 @@ def judge(counts: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
 def read_counts(folder: Path) -> dict[int, dict[str, Any]]:
     """What paced processes left in the folder that `PIPEFIT_LAB_COUNTS` named, by device."""
     return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
-
-
-def stage_layer_s(
-    table: DeviceTable, graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none"
-) -> float:
-    """Seconds of one layer in an action on the emulated device. `sizes` are B, T, P and S of the graph."""
-    facts = layer_facts(graph, sizes)
-    seconds = table.layer_time_s(kind, facts)
-    if kind in "BI" and effective_recompute(graph, recompute) == "full":
-        seconds += table.layer_time_s("F", facts)
-    return seconds
-
-
-def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:
-    """What the device must do for a layer, for each of F, I and W: no W of a layer whose parameters are all frozen."""
-    whole = graph_flops(graph, sizes)
-    found = [op for op in graph.operators if op.kind in ("attention", "packed_attention")]
-    attention = [operator_flops(graph, op, sizes) for op in found]
-    causal = bool(found) and all(op.attributes.get("causal", False) for op in found)
-    tokens = sizes["B"] * sizes["T"]
-    frozen = bool(graph.parameters) and not any(spec.trainable for spec in graph.parameters)
-    context = sizes["P"] + sizes["T"]
-    if SQUARES in sizes:
-        context = sizes[SQUARES] // max(1, tokens)
-    traffic = graph_traffic_bytes(graph, sizes, 4)
-    result = {}
-    for kind, field in (("F", "forward"), ("I", "input_gradient"), ("W", "weight_gradient")):
-        inner = float(sum(getattr(flops, field) for flops in attention))
-        result[kind] = LayerFacts(
-            dense_flops=getattr(whole, field) - inner,
-            attention_flops=inner,
-            traffic_bytes=_TRAFFIC[kind] * traffic,
-            tokens=0 if frozen and kind == "W" else tokens,
-            context=context,
-            masked=(sizes["T"] - 1) / 2 / (sizes["P"] + sizes["T"]) if causal else 0.0,
-        )
-    return result
 
 
 @cache
