@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from pipefit.cluster import parse_spec
+from pipefit.cluster.measured import ActionCurve
+from pipefit.cost.curves import action_time_s, alike_rows
 from pipefit.cost.memory_lanes import lane_limits
 from pipefit.cost.network import Network
 from pipefit.cost.packed import as_sizes
-from pipefit.cost.roofline import Roofline
+from pipefit.cost.roofline import Place, Roofline
 from pipefit.cost.table import cost_table, stage_cost
 from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
@@ -151,3 +153,13 @@ def test_without_a_backward_nothing_is_kept_or_done_after_the_forward() -> None:
     assert trained.actions["B"].time_s[0].min() > 0.0 == table.actions["B"].time_s[0].max()
     assert trained.actions["F"].held_bytes[0].min() > 0.0 == table.actions["F"].held_bytes[0].max()
     assert len(lane_limits(frozen, NETWORK)) == 2
+
+
+def test_measured_curves_take_a_packed_row_for_its_images() -> None:
+    """Four images of 256 tokens in one row take what four rows of 256 tokens do, one of 1,024 what one row does."""
+    curve = ActionCurve(tokens=(16.0, 4096.0), time_s=(1e-3, 9e-3), attention_s=(1e-8, *(0.0,) * 8))
+    four, one = (Place(1, 1024, 0, 1024, symbols=(("squares", count * (1024 // count) ** 2),)) for count in (4, 1))
+    assert alike_rows(four) == (4.0, 256.0) and alike_rows(one) == (1.0, 1024.0)
+    assert alike_rows(Place(3, 7, 0, 7)) == (3, 7)
+    assert alike_rows(Place(1, 0, 0, 0, symbols=(("squares", 0),))) == (1, 0)
+    assert action_time_s(curve, *alike_rows(four)) == action_time_s(curve, 4, 256) < action_time_s(curve, 1, 1024)

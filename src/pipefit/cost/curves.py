@@ -23,6 +23,7 @@ from pipefit.cost.operator_times import CollectiveTime
 from pipefit.cost.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
+from pipefit.model.ops.packed_attention import SQUARES
 
 FEATURES = (
     "rows x length^2 / 2, without context",
@@ -92,7 +93,7 @@ def action_times_s(
     return np.where(b * t > 0, time_s, 0.0)
 
 
-def action_time_s(curve: ActionCurve, rows: int, tokens: int, past: int = 0, earlier: int | None = None) -> float:
+def action_time_s(curve: ActionCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> float:
     """`action_times_s` of one size."""
     return float(action_times_s(curve, [rows], [tokens], [past], None if earlier is None else [earlier])[0])
 
@@ -111,7 +112,17 @@ def along_knots(places: Sequence[float], values: Sequence[float], place: float) 
     return float(along_all_knots(places, values, np.asarray([place], dtype=np.float64))[0])
 
 
-def layer_times(curve: LayerCurve, rows: int, tokens: int, past: int = 0, earlier: int | None = None) -> LayerTimes:
+def alike_rows(place: Place) -> tuple[float, float]:
+    """(rows, tokens of each) that take as much as the place's: of a packed row its images as rows of one length, whose
+    tokens and squared tokens add up to the same."""
+    squares = dict(place.symbols).get(SQUARES, 0)
+    every = place.rows * place.tokens
+    if not squares or not every:
+        return place.rows, place.tokens
+    return every**2 / squares, squares / every
+
+
+def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> LayerTimes:
     """Seconds of all actions of one measured layer. `earlier`: see `attention_features`."""
     return LayerTimes(
         *(action_time_s(curve.actions[action], rows, tokens, past, earlier) for action in ("F", "I", "W", "B"))
@@ -231,7 +242,8 @@ class MeasuredCosts:
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
             f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
         )
-        return layer_times(curve, place.rows, place.tokens, place.past, place.earlier)
+        rows, tokens = alike_rows(place)
+        return layer_times(curve, rows, tokens, place.past, place.earlier)
 
     def layer(
         self,

@@ -16,9 +16,7 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
-
-SQUARES = "squares"
-"""The symbol of the sum over images of their tokens, squared (`model/ops/packed_attention.py`)."""
+from pipefit.model.ops.packed_attention import SQUARES
 
 Key = TypeVar("Key", bound=Hashable)
 
