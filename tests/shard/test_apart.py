@@ -75,6 +75,10 @@ TOGETHER = {
         lambda y, _: y.index_add(0, (y[:, 0, 0] > 0).to(torch.int64), y).square().sum(),
         "index_add.default that brings",
     ),
+    "groups of rows": (
+        lambda y, _: torch.nn.functional.group_norm(y.transpose(0, 1), 1).exp().sum(),
+        "group_norm.default that brings",
+    ),
     "first row": (lambda y, _: y[0].square().sum(), "has no rows where they were"),
     "whole norm": (lambda y, _: (y / y.norm()).sum(), "has no rows where they were"),
 }

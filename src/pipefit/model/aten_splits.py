@@ -88,9 +88,10 @@ def _channels(spatial: bool) -> Callable[[Mapping[str, Any], tuple[Shape, ...], 
 
 def _group_norm(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
     """Rows by themselves, and channels in whole groups; weight and bias go with the channels."""
-    labels: Labels = ("d0", "groups", *(None,) * (len(out) - 2))
-    groups = int(attributes["arguments"][1])
-    return Splits((labels, *(("groups",) for _ in inputs[1:])), labels, groups, 1)
+    label = "groups" if isinstance(out[1], int) else None  # rows there would be seen together
+    labels: Labels = ("d0", label, *(None,) * (len(out) - 2))
+    groups = int(attributes["arguments"][1]) if label else 0
+    return Splits((labels, *((label,) for _ in inputs[1:])), labels, groups, 1)
 
 
 def _pad(attributes: Mapping[str, Any], inputs: tuple[Shape, ...], out: Shape) -> Splits:
