@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from pipefit.lab.layer_work import layer_facts as layer_facts
 from pipefit.lab.layer_work import stage_layer_s as stage_layer_s
-from pipefit.lab.tables import DeviceTable
+from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.graph import LOCAL
 from pipefit.model.ops.packed_attention import SQUARES
 
