@@ -54,15 +54,20 @@ CONFIG: dict[str, Any] = {
 ALL = ("vision", "language", "generator")
 
 
-@lru_cache
-def model(names: tuple[str, ...] = ALL, frozen: tuple[str, ...] = ()) -> Model:
-    """The captured model of these modules, some of them frozen."""
+def described(names: tuple[str, ...], frozen: tuple[str, ...] = ()) -> Any:
+    """The configuration of these modules, some of them frozen."""
     config = {name: part for name, part in CONFIG.items() if name in names or name not in ALL}
     weights = {name: weight for name, weight in CONFIG["loss_weights"].items() if name in names}
-    described = describe(config | {"loss_weights": weights, "frozen": list(frozen)}, "multimodal", "config")
+    return describe(config | {"loss_weights": weights, "frozen": list(frozen)}, "multimodal", "config")
+
+
+@lru_cache
+def model(names: tuple[str, ...] = ALL, frozen: tuple[str, ...] = ()) -> Model:
+    """The captured model of these modules."""
+    found = described(names, frozen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return capture(described.family, described.config)
+        return capture(found.family, found.config)
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ def samples(names: tuple[str, ...], step_: int) -> tuple[Sample, ...]:
         count = int(draw.integers(1, 3)) if some else 0
         return [tuple(draw.integers(1, 3, 2).tolist()) for _ in range(count)]
 
-    config = typed_config("multimodal", model(names).config)
+    config = typed_config("multimodal", described(names).config)
     return tuple(
         make_sample(
             config, JOB.sequence,
@@ -189,7 +194,7 @@ def names_of(the_model: Model) -> tuple[str, ...]:
 
 def batch(names: tuple[str, ...], step_: int, places: slice) -> Batch:
     """The inputs of all modules for a run of the step's samples."""
-    return batch_of(typed_config("multimodal", model(names).config), samples(names, step_)[places])
+    return batch_of(typed_config("multimodal", described(names).config), samples(names, step_)[places])
 
 
 def counts(names: tuple[str, ...], step_: int) -> dict[str, list[int]]:
