@@ -1,0 +1,25 @@
+"""The benchmark of preparation runs as its docstring says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_waiting_is_less_elsewhere(tmp_path: Path) -> None:
+    """With about twice the time that images take, waiting is a small part of what it is in the trainer's process."""
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "preparation.py"), "--quick", "--json", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result.read_text())
+    row = found["rows"][-1]
+    assert row["step_over_work"] > 1 and found["images"]["of_a_step"] == 8
+    assert row["elsewhere"]["median_ms"] < 0.25 * row["in_process"]["median_ms"]
