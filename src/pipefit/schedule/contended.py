@@ -172,7 +172,7 @@ def _run(
     arrays = [
         copies.first, copies.then, copies.waits.copy(), duration, transit, rank, flow, first_port, port, use, weight,
         queue, start, moment, zeros(size), zeros(size), np.ones(size), zeros(size), np.full(size, -1.0), zeros(size),
-        integers(size, -1), integers(size), integers(size), integers(size), integers(size),
+        integers(size, -1), integers(size), integers(size), integers(size), zeros(size), integers(size), integers(size),
         integers(ports), zeros(ports), zeros(ports), integers(queues, -1), integers(queues, -1), integers(ports),
     ]  # fmt: skip
     heavy = len(copies.then) >= COMPILED_FROM
