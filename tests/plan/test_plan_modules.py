@@ -176,7 +176,7 @@ def test_from_the_command_line(
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "images").mkdir()
     for number in range(16):
-        image.new("RGB", (16 * (1 + number % 5), 32)).save(tmp_path / "images" / f"{number}.png")
+        image.new("RGB", (2 * (1 + number % 5), 4)).save(tmp_path / "images" / f"{number}.png")
         (tmp_path / "images" / f"{number}.txt").write_text("a picture")
     (tmp_path / "model.json").write_text(dump_text(three_modules()))
 
@@ -190,7 +190,8 @@ def test_from_the_command_line(
         out = capsys.readouterr()
         return code, out.out + out.err
 
-    assert run("data", str(tmp_path / "images"), "-o", str(tmp_path / "index"))[0] == 0
+    for name, patch in (("index", "2"), ("other", "4")):
+        assert run("data", str(tmp_path / "images"), "-o", str(tmp_path / name), "--patch", patch)[0] == 0
     words = ["plan", "--model", str(tmp_path / "model.json"), "--batch", "4", "--seq", "64", "--cluster", "4xA100-80"]
     plan_file = str(tmp_path / "plan.json")
     code, out = run(*words, "--data", str(tmp_path / "index"), "--fix", "vision.replicas=1", "-o", plan_file)
@@ -204,6 +205,8 @@ def test_from_the_command_line(
     assert "vision.replicas" in told and "vision" in told.split("alternatives")[1]
     rows = [tuple(sorted(one.decisions.items())) for one in plan.alternatives]
     assert len({*rows, tuple(sorted(plan.decisions.items()))}) == len(rows) + 1, "no runner-up is there twice"
+    code, out = run(*words, "--data", str(tmp_path / "other"))
+    assert code == 2 and "cut into other patches than the model takes" in out and "--patch 2" in out
     (tmp_path / "text.json").write_text(dump_text(toy_model(2)))
     words[2] = str(tmp_path / "text.json")
     code, out = run(*words, "--data", str(tmp_path / "index"))

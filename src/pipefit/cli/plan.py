@@ -119,6 +119,7 @@ def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
 
 def _sampled(opened: Model, data: Path, job: Job) -> dict[str, Any]:
     """What is planned for, of an index: its first global batches, and how a run arranges them."""
+    from pipefit.data.multimodal.fits import check_index
     from pipefit.data.multimodal.index import open_index
     from pipefit.data.multimodal.planning import arranged_samples, sampled
     from pipefit.data.multimodal.sample_rows import rows_of_index
@@ -131,7 +132,9 @@ def _sampled(opened: Model, data: Path, job: Job) -> dict[str, Any]:
             seen=f"a model of one module, {opened.modules[0].name!r}",
             next_step="leave --data out; `pipefit train` takes it",
         )
-    rows = rows_of_index(open_index(data), job.sequence)
+    index = open_index(data)
+    rows = rows_of_index(index, job.sequence)
+    check_index(opened, index, rows)
     return {"samples": sampled(rows, job.batch, BATCHES, job.seed, data.name), "arrange": arranged_samples}
 
 

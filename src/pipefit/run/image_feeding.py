@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipefit.data.multimodal.feeds import Arrays
-from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.fits import check_index, data_inputs
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
 from pipefit.data.preparation.start import Workers, start_pool
@@ -143,45 +143,6 @@ class ImageFeeding:
         return feed
 
 
-def check_index(model: Model, index: Index, rows: SampleRows) -> None:
-    """Raises DataError where samples have what the model has no module for, or cut otherwise than it takes them."""
-    spaces = {module.space for module in model.modules}
-    widths = {
-        name: (tensor.shape[-1], tensor.dtype)
-        for module in model.modules
-        for name, tensor in _tensors(model, module.layers).items()
-    }
-    for space, kind, name, words in (
-        (PATCHES, IMAGE, "pixels", "to look at"),
-        (LATENTS, GENERATE, "noisy", "to generate"),
-    ):
-        count = int(rows.counts[space].sum())
-        if count and space not in spaces:
-            raise DataError(
-                f"The samples have images {words}, and the model has no module for them.",
-                where=str(index.folder),
-                seen=f"{count} tokens of {space}",
-                allowed=f"samples without images {words}, or a model with that module",
-            )
-        values = index.rule(kind).patch_values
-        if space in spaces and widths[name][0] != values:
-            raise DataError(
-                "The images are cut into other patches than the model takes.",
-                where=str(index.folder),
-                seen=f"{values} numbers a patch of images {words}",
-                allowed=f"{widths[name][0]}",
-                next_step="make the index again with the patches of the model: pipefit data",
-            )
-    known = model.config["language"].get("vocab_size") if "language" in model.config else None
-    if known is not None and index.summary.vocabulary > int(known):
-        raise DataError(
-            "The tokenizer of the index has more tokens than the model knows.",
-            where=str(index.folder),
-            seen=index.summary.vocabulary,
-            allowed=f"at most {known}",
-        )
-
-
 def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
     """Packed space -> the symbols of its graphs in an average step: tokens, and the sum of images' tokens squared."""
     return {
@@ -194,18 +155,9 @@ def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
     }
 
 
-def _tensors(model: Model, layers: Iterable[Any]) -> dict[str, Any]:
-    return {
-        tensor.name: tensor
-        for layer in layers
-        for tensor in model.layer_graph(layer).inputs
-        if tensor.role != "activation"
-    }
-
-
 def _inputs(model: Model, layers: Iterable[Any]) -> dict[str, str]:
     """Input of a module's layers -> its number type in the graphs."""
-    return {name: tensor.dtype for name, tensor in _tensors(model, layers).items()}
+    return {name: tensor.dtype for name, tensor in data_inputs(model, layers).items()}
 
 
 def _moved(array: Any, kind: str | None, precision: str, device: torch.device) -> torch.Tensor:
