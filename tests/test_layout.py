@@ -160,3 +160,26 @@ def test_groups_know_places_and_neighbours() -> None:
 
 def test_layouts_print_their_forms() -> None:
     assert str(Layout(group=2, forms=(gathered(0), PARTIAL))) == "2:G0,P"
+
+
+def test_moves_of_one_device_are_its_part_of_all_moves_with_runs_of_their_own() -> None:
+    """Replicas hold runs that no shares tell, some of them empty."""
+    one = Group(
+        axes=(Axis(name="replica", shares=(1,) * 3), Axis(name="shard", shares=(1, 1))), devices=tuple(range(6))
+    )
+    two = Group(axes=(Axis(name="replica", shares=(1,) * 4),), devices=(6, 7, 8, 9))
+    runs = (((0, 5), (5, 5), (5, 9)), ((0, 2), (2, 2), (2, 8), (8, 9)))
+    shape, sent, received = (1, 9, 4), (gathered(1), IDENTITY), (gathered(1),)
+    every = moves(shape, one, sent, two, received, replica_runs=runs)
+    assert [(move.source, move.target, move.box[1]) for move in every] == [
+        (0, 6, (0, 2)),
+        (0, 8, (2, 5)),
+        (4, 8, (5, 8)),
+        (4, 9, (8, 9)),
+    ]
+    for device in one.devices:
+        own = moves(shape, one, sent, two, received, sender=device, replica_runs=runs)
+        assert own == tuple(move for move in every if move.source == device)
+    for device in two.devices:
+        own = moves(shape, one, sent, two, received, receiver=device, replica_runs=runs)
+        assert own == tuple(move for move in every if move.target == device)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from pipefit.errors import PlanError
@@ -239,8 +240,14 @@ def moves(
     single = _single_axes(source, sent, target, received)
     given, taken = replica_runs if replica_runs is not None else (None, None)
     senders = source.devices if sender is None else (sender,)
+    receivers = target.devices if receiver is None else (receiver,)
+    if given is not None and taken is not None:
+        if sender is not None and _splits_replicas(source, sent):
+            receivers = _meeting(given[source.position(sender, "replica")], target, received, taken, receivers)
+        if receiver is not None and _splits_replicas(target, received):
+            senders = _meeting(taken[target.position(receiver, "replica")], source, sent, given, senders)
     boxes = {device: holding(shape, source, sent, device, given) for device in senders}
-    for device in target.devices if receiver is None else (receiver,):
+    for device in receivers:
         if any(target.position(device, name) for name in single):
             continue
         want = holding(shape, target, received, device, taken)
@@ -252,6 +259,26 @@ def moves(
                 if part is not None:
                     result.append(Move(other, device, part))
     return tuple(result)
+
+
+def _meeting(
+    run: Run, group: Group, forms: Sequence[Form], runs: Sequence[Run], devices: Sequence[int]
+) -> tuple[int, ...]:
+    """Those of the devices whose replica's run has something in common with this one."""
+    if not _splits_replicas(group, forms):
+        return tuple(devices)
+    places = _replicas(group)
+    met = [max(run[0], start) < min(run[1], stop) for start, stop in runs]
+    return tuple(device for device in devices if met[places[device]])
+
+
+def _splits_replicas(group: Group, forms: Sequence[Form]) -> bool:
+    return all(form.kind == "G" for axis, form in zip(group.axes, forms, strict=True) if axis.name == "replica")
+
+
+@lru_cache(maxsize=256)
+def _replicas(group: Group) -> Mapping[int, int]:
+    return group.positions("replica")
 
 
 def _single_axes(source: Group, sent: Sequence[Form], target: Group, received: Sequence[Form]) -> list[AxisName]:

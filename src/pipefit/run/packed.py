@@ -36,7 +36,13 @@ class TokenRuns:
 
     def __init__(self, plan: Plan) -> None:
         self._shape = batch_shape(plan)
-        self._replicas = [len(shares) for shares in self._shape.shares]
+        self._rows = self._shape.batch // self._shape.microbatches
+        self._runs = [
+            [self._shape.run(stage, 0, replica) for replica in range(len(shares))]
+            for stage, shares in enumerate(self._shape.shares)
+        ]
+        "[stage][replica]: of the rows of a microbatch."
+        self._found: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self.spaces = tuple(sorted({space.name for space in plan.spaces if not space.tokens}))
         self._starts: dict[str, list[int]] = {}
         self.one_each()
@@ -47,6 +53,7 @@ class TokenRuns:
 
     def set(self, counts: Counts) -> None:
         """Take up the counts of a step. PlanError where a space is missing, or a place of the batch."""
+        self._found.clear()
         for space in self.spaces:
             found = counts.get(space, ())
             if len(found) != self._shape.batch:
@@ -60,12 +67,16 @@ class TokenRuns:
 
     def tokens(self, space: str, microbatch: int) -> int:
         """Of all samples of a microbatch."""
-        rows, starts = self._shape.batch // self._shape.microbatches, self._starts[space]
-        return starts[(microbatch + 1) * rows] - starts[microbatch * rows]
+        starts = self._starts[space]
+        return starts[(microbatch + 1) * self._rows] - starts[microbatch * self._rows]
 
     def of(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
         """The run of a microbatch's tokens that each replica of a stage holds."""
-        rows, starts = self._shape.batch // self._shape.microbatches, self._starts[space]
-        base = starts[microbatch * rows]
-        runs = (self._shape.run(stage, microbatch, replica) for replica in range(self._replicas[stage]))
-        return tuple((starts[start] - base, starts[stop] - base) for start, stop in runs)
+        key = (space, stage, microbatch)
+        if key not in self._found:
+            starts, first = self._starts[space], microbatch * self._rows
+            base = starts[first]
+            self._found[key] = tuple(
+                (starts[first + start] - base, starts[first + stop] - base) for start, stop in self._runs[stage]
+            )
+        return self._found[key]
