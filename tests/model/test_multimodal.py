@@ -21,6 +21,7 @@ from pipefit.model.capture import capture, capture_layers
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS, infer
 from pipefit.model.registry import build_layers, describe, open_model, resolve, save_model, typed_config
+from pipefit.plan.check_slices import document_obstacles, obstacles
 
 TINY = resolve("multimodal-tiny").config
 
@@ -264,3 +265,11 @@ def test_layers_of_a_user_form_modules_and_each_in_one_run() -> None:
     assert [(m.name, m.space, len(m.layers)) for m in model.modules] == [("a", "rows of a", 2), ("b", "rows of b", 1)]
     with pytest.raises(ModelError, match=r"do not follow each other(.|\n)*'a' again, behind 'b'(.|\n)*one run"):
         capture_layers([OfModule("a"), OfModule("b"), OfModule("a")], x_features=6)
+
+
+def test_documents_are_kept_apart_in_sequences_that_are_not_cut() -> None:
+    """Several samples in one row: masks reach every mixing of tokens. In slices places would count from elsewhere."""
+    for key in ("all", "no vision"):
+        assert [*document_obstacles(_model(key))] == []
+        (error,) = obstacles(_model(key))
+        assert "several modules" in error.text() and "language" in error.text() and "one slice" in error.text()

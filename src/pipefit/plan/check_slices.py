@@ -16,6 +16,7 @@ from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
 from pipefit.plan.types import Plan
+from pipefit.shard.choice import SEQUENCES
 
 TOKENS = "T"
 """The symbol of the tokens of a slice in the shapes of a graph."""
@@ -38,6 +39,16 @@ def check_sliceable(model: Model, where: str = "order.slices") -> None:
 
 def obstacles(model: Model, where: str = "order.slices") -> Iterator[PlanError]:
     """What keeps the model's sequences from being cut, one error a layer; none where slices are possible."""
+    if len(model.modules) > 1:
+        yield PlanError(
+            "The sequences of a model of several modules cannot be cut into slices: what passes from one to another is "
+            "counted over whole sequences.",
+            where=where,
+            seen=", ".join(module.name for module in model.modules),
+            allowed="one slice: the whole sequence",
+            next_step="leave the slices away",
+        )
+        return
     for module in model.modules:
         for layer in module.layers:
             found = next(_of_layer(model.layer_graph(layer), f"{where} and layer {layer.name}"), None)
@@ -53,8 +64,10 @@ def document_problems(plan: Plan, model: Model) -> Iterator[PlanError]:
 
 def document_obstacles(model: Model, where: str = "job.documents") -> Iterator[PlanError]:
     """One for every layer that mixes tokens in a way that no mask of ours reaches. A layer that takes `documents` from
-    the step plan sees to it itself."""
+    the step plan sees to it itself; in packed rows images are documents."""
     for module in model.modules:
+        if len(model.modules) > 1 and module.space != "samples":
+            continue
         for layer in module.layers:
             graph = model.layer_graph(layer)
             if any(tensor.role == "documents" for tensor in graph.inputs):
@@ -133,7 +146,7 @@ def fewest_tokens(shares: Sequence[int]) -> int:
 def _of_layer(graph: Graph, where: str) -> Iterator[PlanError]:
     shapes: dict[str, Shape] = {tensor.name: tensor.shape for tensor in (*graph.inputs, *graph.tensors)}
     shapes |= {parameter.name: parameter.shape for parameter in graph.parameters}
-    if any(tensor.role == "data" or "T" not in str(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
+    if not all(_of_a_sequence(tensor.shape) for tensor in graph.inputs if tensor.role != "labels"):
         yield PlanError(
             "A model that was captured whole cannot be cut into slices: its tokens are of one number.",
             where=where,
@@ -202,6 +215,11 @@ def _keeps_tokens(before: Shape, after: Shape) -> bool:
 
     one, two = distance(before), distance(after)
     return one[0] <= two[1] and two[0] <= one[1]
+
+
+def _of_a_sequence(shape: Shape) -> bool:
+    """Whether one dimension is tokens of any number: of a sequence, or of a packed row that meets one."""
+    return any({*SEQUENCES} & {*size_factors(str(size))[1]} for size in shape)
 
 
 def _has_tokens(size: Size) -> bool:
