@@ -159,8 +159,16 @@ def test_dealing_out_evens_the_fullest_replica() -> None:
     weight = sum(
         (one.token_s * samples.tokens[one.space][0] for one in loads.loads if one.space in samples.tokens), np.zeros(64)
     )
-    dealt_out, as_they_come = (weight[rows].reshape(16, 4).sum(axis=1).max() for rows in (order, np.arange(64)))
-    assert dealt_out < 0.8 * as_they_come
+    dealt_out, as_they_come = (
+        weight[rows].reshape(8, 2, 4).sum(axis=2).max(axis=1).sum() for rows in (order, np.arange(64))
+    )
+    assert weight.sum() / 2 < dealt_out < 0.85 * as_they_come
+    assert dealt_out < 1.05 * weight.sum() / 2, "microbatches wait for their fullest replica next to not at all"
+    alone = dealt(samples, 0, loads, [(1,) * 8], 8)
+    fullest, mean = weight[alone].reshape(8, 8).max(axis=1).sum(), weight.sum() / 8
+    assert fullest < 1.5 * mean < weight.reshape(8, 8).max(axis=1).sum(), "one sample each: alike ones together"
+    uneven = dealt(samples, 0, loads, [(2, 1)], 8)
+    assert sorted(uneven.tolist()) == sorted(alone.tolist()) == list(range(64))
     assert dealt(samples, 0, Arranging(balance=False), [(1,)], 8).tolist() == list(range(64))
 
 

@@ -7,6 +7,7 @@ arranged over microbatches and replicas, and simulated as it would run.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,8 +80,10 @@ def assumed_samples(model: Model, job: Job) -> Samples:
 
 
 def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Sequence[tuple[int, ...]], count: int) -> Ints:
-    """An `Arrange`: the heaviest sample first, each to the microbatch that has least so far of those with room, and
-    within it to the replica of the most finely divided stage that has (longest processing time first, Graham 1969).
+    """An `Arrange`: samples go into bins, the heaviest first, each into the bin with the least load that has room
+    (longest processing time first, Graham 1969). A bin is what a replica of the most finely divided stage has in one
+    microbatch; bins that are alike come together in one, because it waits for its fullest, and light microbatches
+    alternate with heavy ones. Where the replicas are uneven, microbatches are balanced first and then each of them.
     The load of a sample is the sum over stages of its part of the stage's work."""
     size = next(iter(samples.tokens.values())).shape[1] if samples.tokens else 0
     if not size:
@@ -94,11 +97,28 @@ def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Sequence[t
         return np.arange(size, dtype=np.int64)
     finest = max(shares, key=len)
     rooms = [stop - start for start, stop in split(size // count, finest)]
+    heaviest = np.argsort(-load, kind="stable")
+    if len({*rooms}) == 1:
+        bins = _lightest_first(heaviest, load, rooms * count)
+        return np.array(list(itertools.chain.from_iterable(_together(bins, load, len(rooms)))), dtype=np.int64)
     order: list[int] = []
-    for own in _lightest_first(np.argsort(-load, kind="stable"), load, [size // count] * count):
-        for replica in _lightest_first(np.array(own), load, rooms):
+    for own_rows in _lightest_first(heaviest, load, [size // count] * count):
+        for replica in _lightest_first(np.array(own_rows), load, rooms):
             order += replica
     return np.array(order, dtype=np.int64)
+
+
+def _together(bins: Sequence[list[int]], load: Array, replicas: int) -> list[list[int]]:
+    """The bins in an order in which those of one microbatch are alike; the lightest microbatch first, then the
+    heaviest, the next lightest, and so on. Every other microbatch is turned round, so that no replica always has the
+    heaviest bin."""
+    ranked = sorted(bins, key=lambda own: (float(load[own].sum()), own))
+    groups = [ranked[start : start + replicas] for start in range(0, len(ranked), replicas)]
+    found: list[list[int]] = []
+    for place in range(len(groups)):
+        group = groups[place // 2] if place % 2 == 0 else groups[-1 - place // 2]
+        found += group if place // 2 % 2 == 0 else group[::-1]
+    return found
 
 
 def _lightest_first(heaviest: Ints, load: Array, rooms: Sequence[int]) -> list[list[int]]:
