@@ -43,6 +43,14 @@ LAYOUTS = {
         layouts(Layout((1, 1), shards=(1, 1), sharding="megatron-sp"), Layout((1,) * 3), Layout()),
         {"microbatches": 2, "recompute": "full"},
     ),
+    "1, 2 x 2 shards, 2 shards, split tokens": (
+        layouts(
+            Layout(),
+            Layout((2, 1), shards=(1, 1), sharding="megatron-sp"),
+            Layout(shards=(1, 1), sharding="megatron-sp"),
+        ),
+        {},
+    ),
     "3, 5": (layouts(Layout((1,) * 3), Layout((1,) * 5)), {"microbatches": 2}),
 }  # fmt: skip
 
@@ -80,28 +88,31 @@ def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
 
 
 FROZEN = {
-    "vision: nothing before it is trained": (("vision",), LAYOUTS["3, 2, 1"]),
-    "vision in 2 stages": (("vision",), LAYOUTS["2 stages, 2 x 2 stages, 2 stages"]),
-    "vision and language: only the generator is trained": (
-        ("vision", "language"), LAYOUTS["2, 2 x 2 stages, 2"],
+    "vision: nothing before it is trained": (("vision",), {0}, LAYOUTS["3, 2, 1"]),
+    "vision in 2 stages": (("vision",), {0, 1}, LAYOUTS["2 stages, 2 x 2 stages, 2 stages"]),
+    "the encoder, before a trained projector": (
+        ("vision.encoder",), {0}, (layouts(Layout((1, 1), (3,)), Layout((1,) * 3), Layout()), {}),
     ),
-    "language: input gradients only": (("language",), LAYOUTS["uneven 2:1, 3, 1:2"]),
-    "generator": (("generator",), LAYOUTS["1, 3, 4"]),
-    "language and generator": (("language", "generator"), LAYOUTS["4, 2, 2, zero-1"]),
+    "the encoder, with the projector in its stage": (("vision.encoder",), set(), LAYOUTS["3, 2, 1"]),
+    "vision and language: only the generator is trained": (
+        ("vision", "language"), {0, 1, 2}, LAYOUTS["2, 2 x 2 stages, 2"],
+    ),
+    "language: input gradients only": (("language",), set(), LAYOUTS["uneven 2:1, 3, 1:2"]),
+    "generator": (("generator",), set(), LAYOUTS["1, 3, 4"]),
+    "language and generator": (("language", "generator"), set(), LAYOUTS["4, 2, 2, zero-1"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_modules(gloo_pool, case):
-    frozen, (each, words) = FROZEN[case]
+    frozen, dead, (each, words) = FROZEN[case]
     model = toys.model(ALL, frozen)
     plan = toys.plan(model, each, **words)
     check_plan(plan, model)
     agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
-    dead = {index for index, stage in enumerate(plan.stages) if {*ALL[: ALL.index(stage.module) + 1]} <= {*frozen}}
     kinds = {(action.kind, action.stage) for _, _, action in plan.order.schedule()}
-    assert {stage for kind, stage in kinds if kind in ("B", "RECV_B")} & dead == set(), "a backward nobody needs"
     assert {stage for kind, stage in kinds if kind == "B"} == {*range(len(plan.stages))} - dead
+    assert not {stage for kind, stage in kinds if kind in ("RECV_B", "REDUCE")} & dead, "a gradient nobody needs"
 
 
 def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_pool):
