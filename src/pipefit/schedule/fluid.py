@@ -24,9 +24,9 @@ def share(
     arrival); `waits[t]` counts those of t, and is used up. At one moment the lowest `rank` goes first. `flow[t]` is -1
     for a task that shares nothing, else an index into the flows: flow f loads `port[first_port[f]:first_port[f + 1]]`
     by `use`, its rate counts `weight[f]` (seconds a byte of one message) and it takes its turn in `queue[f]` (-1:
-    none). The rest is scratch space: with an entry a task, `ready` 0, `rate` 1, `finish` and `behind` -1 (`ends_at[i]` is
-    the finish of the i-th active transfer: side by side, they are looked through fast); with an entry a port `marked`,
-    `users` 0, `room`, `asked`; with an entry a queue `busy` and `tail` -1.
+    none). The rest is scratch space: with an entry a task, `ready` 0, `rate` 1, `finish` and `behind` -1 (`ends_at[i]`
+    is the finish of the i-th active transfer: side by side, they are looked through fast); with an entry a port
+    `marked`, `users` 0, `room`, `asked`; with an entry a queue `busy` and `tail` -1.
     """
     done = depth = waiting = running = stamp = 0  # `pending` is a binary heap by (ready, rank)
     for task in range(len(flow)):
