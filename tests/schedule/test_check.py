@@ -12,6 +12,7 @@ from random_schedules import cases
 from pipefit.errors import ScheduleError
 from pipefit.schedule import Action, Schedule, check, lower, parse_lanes
 from pipefit.schedule.check import edges_of
+from pipefit.schedule.frozen import frozen_stages, without_backward
 
 
 def schedule_of(*lanes: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 2, slices: int = 1) -> Schedule:
@@ -160,3 +161,29 @@ def test_edges_are_read_from_the_transfers() -> None:
     assert set(edges_of(lower(computed, edges))) == set(edges)
     assert edges_of(computed) == ((0, 1, ""), (1, 2, ""))
     assert Action("SEND_F", 0, 0, 0, 2, "skip") in lower(computed, edges).lanes[0]
+
+
+def test_frozen_stages_may_do_without_a_backward_and_get_no_gradient() -> None:
+    whole = schedule_of(*GOOD)
+    bare = without_backward(whole, {0})
+    assert bare.lanes[0] == parse_lanes(["0F0 0F1"])[0] and bare.lanes[1] == whole.lanes[1]
+    check(bare, frozen={0})
+    lowered = lower(bare)
+    check(lowered, frozen={0})
+    kinds = {(action.kind, action.stage) for _, _, action in lowered}
+    assert not kinds & {("SEND_B", 1), ("RECV_B", 0), ("REDUCE", 0)}
+    with pytest.raises(ScheduleError, match=r"Lane 0 ends without 0B0"):
+        check(lowered)
+    sent = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE NORM STEP"
+    with pytest.raises(
+        ScheduleError, match=r"1SEND_B0 moves a gradient to stage 0, which is frozen and has no backward"
+    ):
+        check(schedule_of("0F0 0SEND_F0 0F1 0SEND_F1 NORM STEP", sent), frozen={0})
+    check(schedule_of(*LOWERED), frozen={0})  # it may have one all the same
+
+
+def test_what_is_trained_reaches_all_behind_it() -> None:
+    edges = ((0, 2, ""), (1, 2, ""), (2, 3, ""))
+    assert frozen_stages(4, edges, [1]) == {0}
+    assert frozen_stages(4, edges, [3]) == {0, 1, 2}
+    assert frozen_stages(4, edges, []) == {0, 1, 2, 3}
