@@ -246,6 +246,18 @@ def test_groups_for_few_layers_that_hand_on_different_shapes() -> None:
     assert hopes and all(map(looker.decisions, hopes))
 
 
+def test_the_order_in_which_a_cluster_names_its_hosts_decides_nothing() -> None:
+    """The fast group computes the front and holds what is under way there, wherever its host stands in the file."""
+    job, pins = replace(JOB, batch=4), parse_pins(["stages=2", "replicas=1", "slices=1"])
+    hosts = [("fast", 2), ("slow", 3)]
+    one, two = (
+        _Looker(Workbench(toy_model(3), cluster_of(order, 5e5)), job, pins, NOTHING).run()[0]
+        for order in (hosts, hosts[::-1])
+    )
+    assert one.decisions.lane_shards == two.decisions.lane_shards == ((1, 1), (1, 1, 1))
+    assert two.step_s == pytest.approx(one.step_s)
+
+
 def test_one_group_for_all_layers_holds_the_hidden_state_of_each_as_is_best() -> None:
     """Where no stage hands it on, blocks may hold it by rows and the vocabulary by features: less than one form for
     all costs."""

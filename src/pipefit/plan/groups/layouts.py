@@ -26,6 +26,9 @@ WIDE = 64
 BLOCKS = (2, 4, 8, 16)
 """Sizes of groups inside hosts on many devices."""
 
+TURNED, ORDERS = 4, 120
+"""Other orders of the lanes of a layout, at most, and of how many."""
+
 LANES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 """Lanes of blocks on many devices."""
 
@@ -63,6 +66,17 @@ def layouts(network: Network, batch: int, most_lanes: int, devices: int | None =
         if able and key not in seen and devices in (None, len(one.devices)):
             seen.add(key)
             yield one
+
+
+def turned(network: Network, layout: Layout) -> Iterator[Layout]:
+    """A layout with its lanes in other orders, backwards first; orders in which kinds of devices come alike are one. A
+    lane in front holds more, and what is in front and behind are other layers."""
+    lanes, seen = layout.lanes, set[object]()
+    for order in (lanes, lanes[::-1], *itertools.islice(itertools.permutations(lanes), 1, ORDERS)):
+        key = tuple(tuple(network.kinds[device].name for group in lane for device in group) for lane in order)
+        if key not in seen and order is not lanes and len(seen) <= TURNED:
+            yield Layout(order)
+        seen.add(key)
 
 
 def _row_cuts(network: Network) -> Iterator[Layout]:

@@ -10,7 +10,7 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.fitting import FIT, HOPE, choices, fit_layout, tables_of
 from pipefit.plan.groups.floors import Busy, GroupFloors, step_floor_s, step_guess_s
 from pipefit.plan.groups.forms import Held, alone, cheapest_forms
-from pipefit.plan.groups.layouts import FEW, Devices, Layout, layouts
+from pipefit.plan.groups.layouts import FEW, Devices, Layout, layouts, turned
 from pipefit.plan.groups.oracle import Ask, Oracle
 from pipefit.plan.groups.sliced import with_slices
 from pipefit.plan.outcome import Evaluated, Found
@@ -53,7 +53,7 @@ PATIENCE = 4
 """So many times more of them as long as nothing fits."""
 
 BEST = 2
-"""Layouts that get the orders of other families and fitted ones."""
+"""Layouts that get the orders of other families and fitted ones, and one more whose lanes are better turned."""
 
 UNFIT_PINS = ("placement", "cuts", "inner")
 """With one of these pinned groups are not looked for."""
@@ -133,16 +133,14 @@ class _Looker:
         """The plans that were found, the fastest first; those that are no faster than what was known among them."""
         hopes = sorted(self.hopes(), key=lambda hope: hope.step_s)
         guessed = sorted(self.searched(hopes), key=lambda hope: hope.step_s)
-        made: list[Evaluated] = []
-        for hope in guessed[:LOOKS]:
-            if self.spent > (ACTIONS if self.best_s < float("inf") else PATIENCE * ACTIONS):
-                break
-            if hope.step_s > self.best_s * (1 + HOPE):
-                break
-            made += self.look(hope)
-            self.best_s = min((self.best_s, *(one.step_s for one in made)))
-        made.sort(key=lambda one: one.rank)
-        others = [other for one in made[:BEST] for other in self.other_orders(one)]
+        kept = self.looked_at(guessed[:LOOKS])
+        best = {hope.layout: hope for hope in (*(hope for _, hope in kept[:1]), *guessed[:1])}.values()
+        network = self.bench.network
+        kept += self.looked_at(replace(hope, layout=one) for hope in best for one in turned(network, hope.layout))
+        first = [one for one, _ in kept[:BEST]]
+        made = [one for one, _ in sorted(kept, key=lambda one: one[0].rank)]
+        first += [one for one in made[:1] if one not in first]
+        others = [other for one in first for other in self.other_orders(one)]
         least_s = min((one.step_s for one in (*self.found.fitting[:1], *made[:1])), default=float("inf"))
         sliced, simulated = with_slices(self.bench, self.job, self.pins, made, least_s)
         self.searcher.simulated += simulated
@@ -241,6 +239,19 @@ class _Looker:
             else None
             for lane, rate in zip(layout.lanes, rates, strict=True)
         ]
+
+    def looked_at(self, hopes: Iterable[_Hope]) -> list[tuple[Evaluated, _Hope]]:
+        """What becomes of these, the fastest first, as long as they may win and there is something left to spend."""
+        kept: list[tuple[Evaluated, _Hope]] = []
+        for hope in hopes:
+            if self.spent > (ACTIONS if self.best_s < float("inf") else PATIENCE * ACTIONS):
+                break
+            if hope.step_s > self.best_s * (1 + HOPE):
+                break
+            new = self.look(hope)
+            self.best_s = min((self.best_s, *(one.step_s for one in new)))
+            kept += [(one, hope) for one in new]
+        return sorted(kept, key=lambda one: one[0].rank)
 
     def look(self, hope: _Hope) -> list[Evaluated]:
         """Cut and simulate a layout; with more recomputation or split optimizer state until it fits."""
