@@ -2,8 +2,8 @@
 conv_transpose, which also has an output_padding.
 
 Shapes: x (B, I, spatial...), weight (O, I/groups, kernel...), bias (O,), y (B, O, spatial...); transposed, the weight
-is (I, O/groups, kernel...). As `linear` does, the gradients of weight and bias go into their bound buffers: at once in a
-fused backward, or from the record's queue.
+is (I, O/groups, kernel...). As `linear` does, the gradients of weight and bias go into their bound buffers: at once in
+a fused backward, or from the record's queue.
 """
 
 from __future__ import annotations
