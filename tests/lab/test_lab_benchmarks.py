@@ -337,9 +337,9 @@ def test_quick_synthesized_stages(tmp_path: Path) -> None:
 def test_pipelines_of_programs_beat_both_rivals_as_committed_and_quoted() -> None:
     (lab,) = json.loads((BENCHMARKS / "results" / "synthesized_stages.json").read_text())["labs"]
     plans, text = lab["plans"], (ROOT / "docs" / "results.md").read_text()
-    assert all(plan["valid"] for plan in plans.values())
+    assert lab["reached"] and all(plan["valid"] for plan in plans.values())
     assert len(plans["ours"]["groups"]) > 1 and all(len({*one["shares"]}) > 1 for one in plans["ours"]["groups"])
-    assert lab["bound_s"] < plans["ours"]["measured_s"] < plans["pipeline"]["measured_s"] / 1.1
+    assert lab["bound_s"] < plans["ours"]["measured_s"] < plans["pipeline"]["measured_s"] / 1.15
     assert plans["ours"]["measured_s"] < plans["program"]["measured_s"] / 1.5
     for title, name in (("the free choice", "ours"), ("the best without groups", "pipeline"),
                         ("the best with one stage", "program"), ("groups of even shares", "even")):  # fmt: skip
