@@ -14,7 +14,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.search import search
-from pipefit.plan.slice_search import sliced_again
+from pipefit.plan.sliced.again import sliced_again
 from token_slices_replay import Ran, job_of, ran, workbench
 from token_slices_v100 import Constants, Setting, reduction_s
 

@@ -39,7 +39,7 @@ from pipefit.plan.build import Workbench, build_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.predict import predict, simulate_plan
 from pipefit.plan.search import search
-from pipefit.plan.slice_search import sliced_again
+from pipefit.plan.sliced.again import sliced_again
 from pipefit.plan.slicing.cuts import equal_cost, uniform
 from pipefit.plan.slicing.refine import refine
 from pipefit.plan.slicing.terapipe import best_slicing

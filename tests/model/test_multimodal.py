@@ -21,7 +21,7 @@ from pipefit.model.capture import capture, capture_layers
 from pipefit.model.graph import Model
 from pipefit.model.ops import KINDS, infer
 from pipefit.model.registry import build_layers, describe, open_model, resolve, save_model, typed_config
-from pipefit.plan.check_slices import document_obstacles, obstacles
+from pipefit.plan.sliced.check import document_obstacles, obstacles
 
 TINY = resolve("multimodal-tiny").config
 

@@ -197,8 +197,8 @@ def test_examples_are_the_published_models():
 
 def test_a_whole_model_has_one_length_and_no_slices():
     from pipefit.errors import PlanError
-    from pipefit.plan.check_slices import check_sliceable
     from pipefit.plan.length import asked_length, check_length
+    from pipefit.plan.sliced.check import check_sliceable
 
     moe = load("bert_moe")
     model = capture_whole(moe.example(moe.BertMoe(20, 6, 8, 2, 1, experts=2), 6))

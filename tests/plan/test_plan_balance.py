@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipefit.plan.balance import balanced, lane_times
+from pipefit.plan.cutting.balance import balanced, lane_times
 
 PLACEMENTS = {"interleaved": (0, 1, 2, 0, 1, 2), "v": (0, 1, 2, 2, 1, 0), "plain": (0, 1, 2)}
 

@@ -10,7 +10,7 @@ from plan_toys import toy_cluster, toy_model
 
 from pipefit.cost.types import EdgeCost
 from pipefit.plan.build import Workbench
-from pipefit.plan.cut_memory import CutMemory
+from pipefit.plan.cutting.memory import CutMemory
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import computed_schedule
 from pipefit.plan.types import Job

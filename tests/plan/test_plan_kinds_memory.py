@@ -15,13 +15,13 @@ from test_plan_mixed import cluster, every_way, kind
 from pipefit.cost.memory import STATE_BYTES, WORKSPACE_BYTES
 from pipefit.cost.memory_kinds import order_limits
 from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.cut import some_cut_fits
-from pipefit.plan.cut_rows import limits_of, memory_of
+from pipefit.plan.cutting.cutter import some_cut_fits
+from pipefit.plan.cutting.partition import partition
+from pipefit.plan.cutting.rows import limits_of, memory_of
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.evaluate import evaluate
 from pipefit.plan.explain import memory_table
 from pipefit.plan.make import make_plan
-from pipefit.plan.partition import partition
 from pipefit.plan.predict import Simulation, simulate_plan
 from pipefit.plan.search import search
 from pipefit.plan.types import Job

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.plan.cut import some_cut_fits
-from pipefit.plan.cut_rows import LayerRow
-from pipefit.plan.partition import partition, some_partition_fits
+from pipefit.plan.cutting.cutter import some_cut_fits
+from pipefit.plan.cutting.partition import partition, some_partition_fits
+from pipefit.plan.cutting.rows import LayerRow
 
 numbers = st.integers(0, 9)
 

@@ -21,10 +21,10 @@ from pipefit.plan.make import make_plan
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.search import _Search, search
-from pipefit.plan.slice_notes import slice_note
-from pipefit.plan.slice_search import sliced_again
-from pipefit.plan.sliced_bounds import sliced_bound_s, sliced_flights
-from pipefit.plan.slices import Slicer
+from pipefit.plan.sliced.again import sliced_again
+from pipefit.plan.sliced.bounds import sliced_bound_s, sliced_flights
+from pipefit.plan.sliced.notes import slice_note
+from pipefit.plan.sliced.slicer import Slicer
 from pipefit.plan.slicing.terapipe import best_slicing
 from pipefit.plan.space import check_space, panels, space
 from pipefit.plan.types import Job

@@ -20,9 +20,9 @@ from pipefit.model.graph import Graph, Layer, Model, Module, Operator, Parameter
 from pipefit.model.registry import open_model, resolve
 from pipefit.plan.build import build_plan
 from pipefit.plan.check import check_plan, load_plan, problems, save_plan
-from pipefit.plan.check_slices import check_cut, fewest_tokens, obstacles
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import lower_for, order_of
+from pipefit.plan.sliced.check import check_cut, fewest_tokens, obstacles
 from pipefit.plan.types import Job
 from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms

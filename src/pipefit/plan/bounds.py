@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.types import Array, CostTable
-from pipefit.plan.sliced_bounds import sliced_bound_s
+from pipefit.plan.sliced.bounds import sliced_bound_s
 from pipefit.schedule.actions import Schedule
 
 Ints = NDArray[np.int64]

@@ -20,15 +20,15 @@ from pipefit.cost.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model, Module
-from pipefit.plan.check_slices import check_sliceable
-from pipefit.plan.cut import Cutter
+from pipefit.plan.cutting.cutter import Cutter
+from pipefit.plan.cutting.refine import refined_cuts
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.length import check_length
 from pipefit.plan.modules.parts import module_parameters
 from pipefit.plan.order import computed_schedule, frozen_in, lower_for, order_of
-from pipefit.plan.refine import refined_cuts
 from pipefit.plan.searched import Asked, asked_by, searched_recipes
 from pipefit.plan.sharded import Programs
+from pipefit.plan.sliced.check import check_sliceable
 from pipefit.plan.structure import make_edges, make_groups, make_stages
 from pipefit.plan.types import Hashes, Job, ModelSource, Parameter, Plan, Space
 from pipefit.plan.work import Parts, pipeline_work
@@ -92,7 +92,7 @@ class Workbench:
         )
 
     def refined(self, job: Job, decisions: Decisions, parts: Parts) -> Parts:
-        """These parts, cut again where that makes the step shorter (`plan/refine.py`). The decisions give no cuts."""
+        """These parts, cut again where it makes the step shorter (`cutting/refine.py`). The decisions give no cuts."""
 
         def parts_of(cuts: tuple[int, ...]) -> Parts:
             return self.parts(job, replace(decisions, cuts=cuts))

@@ -15,9 +15,9 @@ from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.check_forms import edge_problems, parameter_problems
 from pipefit.plan.check_rows import placement_problems
-from pipefit.plan.check_slices import document_problems, shard_problems, slice_problems
 from pipefit.plan.length import length_problems
 from pipefit.plan.order import order_problems
+from pipefit.plan.sliced.check import document_problems, shard_problems, slice_problems
 from pipefit.plan.types import Plan
 from pipefit.shard.apart import apart_problems
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from pipefit.plan.bounds import flights
-from pipefit.plan.cut import Cut, Cutter
+from pipefit.plan.cutting.cutter import Cut, Cutter
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.outcome import Misfit
 from pipefit.plan.types import Job

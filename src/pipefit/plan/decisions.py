@@ -12,7 +12,7 @@ from typing import Literal
 
 from pipefit.errors import PlanError
 from pipefit.layout import split
-from pipefit.plan.check_slices import check_cut
+from pipefit.plan.sliced.check import check_cut
 from pipefit.plan.types import Job, Recompute
 
 Sharding = Literal["none", "megatron", "megatron-sp", "searched"]

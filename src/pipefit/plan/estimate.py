@@ -50,7 +50,7 @@ def most_held(schedule: str, placement: tuple[int, ...], microbatches: int) -> i
 
 def sliced_guess_s(forward_s: Array, backward_s: Array, decisions: Decisions) -> float:
     """What a candidate with slices and cuts likely takes, transfers apart: arrays [slice, stage], as
-    `plan/sliced_bounds.py` has them. The busiest lane's work, and what a lane like it idles, a mean slice of a stage
+    `plan/sliced/bounds.py` has them. The busiest lane's work, and what a lane like it idles, a mean slice of a stage
     being the unit."""
     lanes, count, units = decisions.lane_of_stage, decisions.microbatches, decisions.units
     load, ahead = np.bincount(lanes, (forward_s + backward_s).sum(axis=0)), np.bincount(lanes, forward_s.sum(axis=0))

@@ -26,7 +26,7 @@ from pipefit.plan.evaluate import evaluate, simulated
 from pipefit.plan.order import order_problem
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE, Progress, search
-from pipefit.plan.slice_search import sliced_again
+from pipefit.plan.sliced.again import sliced_again
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.types import Job, Recompute
 from pipefit.plan.work import Parts, pipeline_work

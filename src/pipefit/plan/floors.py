@@ -16,15 +16,15 @@ import numpy as np
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
-from pipefit.plan.cut import Cutter
-from pipefit.plan.cut_rows import LayerRow
+from pipefit.plan.cutting.cutter import Cutter
+from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.estimate import OVER, WEIGHT_SHARE, idle_s, most_held
 from pipefit.plan.fleet import Pair, Runs, pairs_of
 from pipefit.plan.panel import Panel
 from pipefit.plan.panel_floor import Floor, PanelFloor, Stack, filled, stacked
-from pipefit.plan.sliced_bounds import first_share_bound_s
-from pipefit.plan.slices import Slicer
+from pipefit.plan.sliced.bounds import first_share_bound_s
+from pipefit.plan.sliced.slicer import Slicer
 from pipefit.plan.types import Job
 
 Class = tuple[LayerRow, ...]

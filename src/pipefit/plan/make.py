@@ -26,7 +26,7 @@ from pipefit.plan.reasons import alternatives, binding_memory
 from pipefit.plan.search import Progress
 from pipefit.plan.searched import asked_in
 from pipefit.plan.sensitivity import sensitivity
-from pipefit.plan.slice_notes import slice_note
+from pipefit.plan.sliced.notes import slice_note
 from pipefit.plan.space import check_space
 from pipefit.plan.trade import trade
 from pipefit.plan.types import Job, Plan

@@ -20,7 +20,7 @@ from pipefit.cost.memory_file import MemoryFacts
 from pipefit.cost.network import Network
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
 from pipefit.model.graph import Model
-from pipefit.plan.cut_rows import scaled
+from pipefit.plan.cutting.rows import scaled
 from pipefit.plan.make import make_plan
 from pipefit.plan.predict import DevicePeak, Simulation, lane_prediction, simulate_plan
 from pipefit.plan.types import Job, MemoryRisk, Plan

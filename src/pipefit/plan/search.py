@@ -27,10 +27,9 @@ from pipefit.errors import ScheduleError
 from pipefit.plan.bounds import chain_bound_s, facts_of
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate, Queue, leanest_first, queues
-from pipefit.plan.check_slices import check_sliceable, document_obstacles
 from pipefit.plan.closest import closest, least_missing_bytes, misfit_of
-from pipefit.plan.cut import Cut
-from pipefit.plan.cut_rows import Need, scaled
+from pipefit.plan.cutting.cutter import Cut
+from pipefit.plan.cutting.rows import Need, scaled
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.estimate import sliced_guess_s
 from pipefit.plan.evaluate import simulated
@@ -41,9 +40,10 @@ from pipefit.plan.order import computed_schedule
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.panel import Panel
 from pipefit.plan.ports import alone_bound_s
-from pipefit.plan.sliced_bounds import sliced_bound_s
-from pipefit.plan.sliced_panels import Hope, best_sliced, most_promising, sliced
-from pipefit.plan.slices import slicer_of
+from pipefit.plan.sliced.bounds import sliced_bound_s
+from pipefit.plan.sliced.check import check_sliceable, document_obstacles
+from pipefit.plan.sliced.panels import Hope, best_sliced, most_promising, sliced
+from pipefit.plan.sliced.slicer import slicer_of
 from pipefit.plan.space import bases, check_space, families_only, rearrangements, whole
 from pipefit.plan.types import Job
 from pipefit.plan.work import pipeline_work

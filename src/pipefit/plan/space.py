@@ -15,14 +15,14 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.plan.bounds import facts_of
-from pipefit.plan.check_slices import check_cut
-from pipefit.plan.cut import Cutter
+from pipefit.plan.cutting.cutter import Cutter
 from pipefit.plan.decisions import Decisions, Inner
 from pipefit.plan.fleet import Runs
 from pipefit.plan.mixed import Pattern, laid_out, patterns, rearranged, replica_counts, row_shares
 from pipefit.plan.panel import Count, Panel
-from pipefit.plan.sliced_panels import sliced, with_slices
-from pipefit.plan.slices import Slicer
+from pipefit.plan.sliced.check import check_cut
+from pipefit.plan.sliced.panels import sliced, with_slices
+from pipefit.plan.sliced.slicer import Slicer
 from pipefit.plan.slicing.cuts import check_number
 from pipefit.plan.types import Job, Recompute
 from pipefit.schedule.families import FAMILIES

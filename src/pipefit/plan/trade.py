@@ -12,7 +12,7 @@ from typing import Any
 from pipefit.cost.memory_kinds import order_limits
 from pipefit.errors import ScheduleError
 from pipefit.plan.build import Workbench
-from pipefit.plan.cut_rows import scaled
+from pipefit.plan.cutting.rows import scaled
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.evaluate import evaluate
 from pipefit.plan.fitting import CHOOSING, FIT, MANY, MOVES, choices, fit_layout, tables_of

@@ -17,9 +17,9 @@ from pipefit.layout import AxisName, Box, Group, holding, parse_form
 from pipefit.model.graph import Model
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import build_layers
-from pipefit.plan.check_slices import document_problems, slice_problems
 from pipefit.plan.length import length_problems
 from pipefit.plan.sharded import LayerProgram, Programs, check_handing, program_hash, sharding_key
+from pipefit.plan.sliced.check import document_problems, slice_problems
 from pipefit.plan.types import Parameter, Plan, Stage
 from pipefit.run.buckets import Entry, make_buckets
 from pipefit.run.comms import Comms

@@ -20,7 +20,6 @@ from pipefit.layout import Form
 from pipefit.model.graph import size_value
 from pipefit.plan.build import Workbench
 from pipefit.plan.candidates import Candidate
-from pipefit.plan.check_slices import document_obstacles
 from pipefit.plan.decisions import Decisions, check_decisions
 from pipefit.plan.fitting import FIT, HOPE, choices, fit_layout, tables_of
 from pipefit.plan.groups.floors import Busy, GroupFloors, step_floor_s, step_guess_s
@@ -30,6 +29,7 @@ from pipefit.plan.groups.oracle import Ask, Oracle
 from pipefit.plan.groups.sliced import with_slices
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE, _Search
+from pipefit.plan.sliced.check import document_obstacles
 from pipefit.plan.space import RECOMPUTE
 from pipefit.plan.structure import FormsError
 from pipefit.plan.types import Job, Recompute

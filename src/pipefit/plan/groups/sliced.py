@@ -1,7 +1,7 @@
 """Plans of groups whose sequences are cut into slices: the layouts that were simulated whole get slices afterwards.
 
 What a pipeline of groups loses while it fills is what slices win back, so that a layout that lost without them may win
-with them. Its groups, programs, and microbatches stay what they are; the slices are those of `plan/slice_search.py`.
+with them. Its groups, programs, and microbatches stay what they are; the slices are those of `plan/sliced/again.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from pipefit.plan.build import Workbench
 from pipefit.plan.outcome import Evaluated, Found
-from pipefit.plan.slice_search import sliced_again
+from pipefit.plan.sliced.again import sliced_again
 from pipefit.plan.types import Job
 
 LAYOUTS = 2

@@ -7,8 +7,8 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
-from pipefit.plan.check_slices import document_obstacles
 from pipefit.plan.length import check_length
+from pipefit.plan.sliced.check import document_obstacles
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear

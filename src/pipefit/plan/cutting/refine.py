@@ -16,11 +16,11 @@ import numpy as np
 
 from pipefit.cost.types import Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
-from pipefit.plan.balance import balanced
 from pipefit.plan.bounds import FACTS
-from pipefit.plan.cut import Cutter, cut_at
-from pipefit.plan.cut_memory import CutMemory
-from pipefit.plan.cut_rows import LayerRow
+from pipefit.plan.cutting.balance import balanced
+from pipefit.plan.cutting.cutter import Cutter, cut_at
+from pipefit.plan.cutting.memory import CutMemory
+from pipefit.plan.cutting.rows import LayerRow
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.order import computed_schedule, edge_keys
 from pipefit.plan.types import Job

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipefit.cost.memory import WORKSPACE_BYTES
 from pipefit.cost.stage_memory import stage_memory
 from pipefit.cost.types import Array
-from pipefit.plan.cut_rows import LayerRow
+from pipefit.plan.cutting.rows import LayerRow
 from pipefit.schedule.actions import Schedule
 
 _CODE = {"F": 0, "I": 1, "W": 2, "B": 3}

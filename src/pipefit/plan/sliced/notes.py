@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.plan.build import Workbench
-from pipefit.plan.check_slices import obstacles
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.pins import describe
+from pipefit.plan.sliced.check import obstacles
 from pipefit.plan.types import Job
 from pipefit.units import format_bytes, format_seconds
 

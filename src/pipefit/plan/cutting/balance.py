@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.plan.partition import Array
+from pipefit.plan.cutting.partition import Array
 
 Ints = NDArray[np.int64]
 

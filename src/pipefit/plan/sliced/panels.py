@@ -20,7 +20,7 @@ from pipefit.plan.estimate import OVER
 from pipefit.plan.floors import Floors
 from pipefit.plan.panel import Count, Panel
 from pipefit.plan.panel_floor import PanelFloor
-from pipefit.plan.slices import Slicer
+from pipefit.plan.sliced.slicer import Slicer
 from pipefit.plan.slicing.cuts import uniform
 from pipefit.plan.types import Job
 

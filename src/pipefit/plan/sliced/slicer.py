@@ -20,12 +20,12 @@ from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Group
-from pipefit.plan.check_slices import obstacles
-from pipefit.plan.cut import Cutter
+from pipefit.plan.cutting.cutter import Cutter
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.fleet import Pair, pairs_of
 from pipefit.plan.panel import Panel
-from pipefit.plan.slice_rows import SliceRows
+from pipefit.plan.sliced.check import obstacles
+from pipefit.plan.sliced.rows import SliceRows
 from pipefit.plan.slicing.count import LADDER, ladder, step_s, worth_trying
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, check_number, equal_cost, grain, most_slices
 from pipefit.plan.structure import make_groups

@@ -18,9 +18,10 @@ from pipefit.cost.table import layer_costs
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
 from pipefit.layout import Group, split
-from pipefit.plan.balance import balanced, lane_times
 from pipefit.plan.bounds import flights
-from pipefit.plan.cut_rows import (
+from pipefit.plan.cutting.balance import balanced, lane_times
+from pipefit.plan.cutting.partition import partition, some_partition_fits
+from pipefit.plan.cutting.rows import (
     LayerRow,
     Need,
     kind_rows,
@@ -35,9 +36,8 @@ from pipefit.plan.cut_rows import (
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.fleet import Fleet, Pair
 from pipefit.plan.mixed import Kinds
-from pipefit.plan.partition import partition, some_partition_fits
 from pipefit.plan.sharded import Programs, own_shares
-from pipefit.plan.sliced_bounds import sliced_flights
+from pipefit.plan.sliced.bounds import sliced_flights
 from pipefit.plan.structure import make_groups
 from pipefit.plan.types import Job
 
@@ -82,7 +82,7 @@ class Cutter:
         self.layers = layers
         self.fleet = Fleet(network)
         self.slicers: dict[object, Any] = {}
-        "How searches on these costs cut sequences: see `plan/slices.py`, which needs a cutter."
+        "How searches on these costs cut sequences: see `plan/sliced/slicer.py`, which needs a cutter."
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}
@@ -91,7 +91,7 @@ class Cutter:
 
     def cut(self, job: Job, decisions: Decisions, spare_bytes: Sequence[float] = ()) -> Cut | None:
         """The cut that makes the slowest stage as fast as can be within memory, or the one that is pinned. Where lanes
-        hold several stages, a cut with a less busy lane (`plan/balance.py`), if it fits.
+        hold several stages, a cut with a less busy lane (`plan/cutting/balance.py`), if it fits.
 
         None where no cut fits. Memory is the closed form, a lower bound: the simulator may still find that the plan
         does not fit. `spare_bytes` of every lane, if given, are kept free of what the closed form counts.

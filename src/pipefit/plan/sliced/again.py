@@ -20,8 +20,8 @@ from pipefit.plan.estimate import sliced_guess_s
 from pipefit.plan.evaluate import evaluate
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.search import TIE
-from pipefit.plan.sliced_panels import SPLIT_IDLE
-from pipefit.plan.slices import Slicer, slicer_of
+from pipefit.plan.sliced.panels import SPLIT_IDLE
+from pipefit.plan.sliced.slicer import Slicer, slicer_of
 from pipefit.plan.slicing.batch import best_batch
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf
 from pipefit.plan.slicing.refine import Slices, Value, refine
