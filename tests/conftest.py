@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,14 +23,27 @@ FIRST = (LAB, "tests/test_quickstart.py")
 """What takes longest, so that no process is left alone with it in the end."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The tests of a file share its fixtures, so they go to one process; so do all that make a lab."""
-    groups = {}
-    for item in items:
-        file = item.path.relative_to(config.rootpath).as_posix()
-        groups[item] = LAB if file.startswith("tests/lab/") else file
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-    items.sort(key=lambda item: FIRST.index(groups[item]) if groups[item] in FIRST else len(FIRST))
+def together(nodeid: str) -> str:
+    """What one process runs from end to end: a file, whose tests share its fixtures; all that make a lab."""
+    file = nodeid.partition("::")[0]
+    return LAB if file.startswith("tests/lab/") else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first."""
+    items.sort(key=lambda item: FIRST.index(group) if (group := together(item.nodeid)) in FIRST else len(FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several processes run the tests (`pytest -n`): who gets what."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return together(nodeid)
+
+    return Together(config, log)
 
 
 @pytest.fixture

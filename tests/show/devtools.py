@@ -54,6 +54,7 @@ class Browser:
             self.socket = self._connect()
             for domain in ("Page", "Runtime", "Network", "Log"):
                 self.call(f"{domain}.enable")
+            self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # else the page may lose it to another one
         except BaseException:
             self.__exit__()
             raise
