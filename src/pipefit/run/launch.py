@@ -6,6 +6,7 @@ the parent speaks only if a rank died without a word.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shlex
@@ -95,7 +96,7 @@ def run_rank(plan: Plan, config: TrainConfig) -> int:
 
         train(plan, config, world)
     except Exception as error:
-        return _fail(error, plan, config, world)
+        return _leave(_fail(error, plan, config, world))
     world.stop()
     return 0
 
@@ -196,6 +197,20 @@ def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> in
         world.monitor.linger()
         world.monitor.stop()
     return 1
+
+
+def _leave(code: int) -> int:
+    """End a rank that failed, here and now, where it speaks to others; else the code is for the caller. Threads of gloo
+    may still wait for them, and an interpreter that is taken down around these sometimes aborts: the run would end with
+    a second message, of a rank that died."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return code
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _first(world: World) -> bool:
