@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pipefit.cluster import parse_spec
-from pipefit.cluster.measured import ActionCurve
-from pipefit.cost.curves import action_time_s, alike_rows
+from pipefit.cluster.measured import ActionCurve, LayerCurve, Measured
+from pipefit.cost.curves import MeasuredCosts, action_time_s, signature
 from pipefit.cost.memory_lanes import lane_limits
 from pipefit.cost.network import Network
-from pipefit.cost.packed import as_sizes
+from pipefit.cost.packed import alike_rows, as_sizes
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.cost.table import cost_table, stage_cost
 from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, StageWork
@@ -163,3 +163,28 @@ def test_measured_curves_take_a_packed_row_for_its_images() -> None:
     assert alike_rows(Place(3, 7, 0, 7)) == (3, 7)
     assert alike_rows(Place(1, 0, 0, 0, symbols=(("squares", 0),))) == (1, 0)
     assert action_time_s(curve, *alike_rows(four)) == action_time_s(curve, 4, 256) < action_time_s(curve, 1, 1024)
+
+
+def test_a_part_of_a_packed_layer_is_corrected_by_its_images_too() -> None:
+    """The whole layer measured, twice what the roofline says of four images in a row: so is every part of it."""
+    place = Place(1, 1024, 0, 1024, symbols=(("squares", 4 * 256**2),))
+    cluster, whole = parse_spec("4xA100-80"), layer()
+    kind = next(iter(cluster.kinds.values()))
+    expected_s = Roofline().seconds(whole, place, kind, "bfloat16", "none").forward_s
+    attention_s = expected_s / (4 * 256**2 / 2)
+    curve = ActionCurve(tokens=(16.0, 4096.0), time_s=(expected_s, expected_s), attention_s=(attention_s, *(0.0,) * 8))
+    measured = LayerCurve(
+        signature=signature(whole),
+        name="vision",
+        kind=kind.name,
+        dtype="bfloat16",
+        setting="together",
+        processes=1,
+        actions=dict.fromkeys("FIWB", curve),
+        points=(),
+        fit_error=0.0,
+    )
+    part = replace(whole, parameters=(ParameterSpec(name="w", shape=(WIDTH, WIDTH), trainable=False),))
+    costs = MeasuredCosts(replace(cluster, measured=Measured(layers=(measured,))), graphs=[whole])
+    found = costs.seconds(part, place, kind, "bfloat16", "none")
+    assert found.forward_s == pytest.approx(2 * expected_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,14 +31,6 @@ class Ratios(NamedTuple):
     weight: float
     fused: float = 1.0
     "A fused backward over its two parts, both measured."
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """A measured layer with the products of another one."""
-
-    graph: Graph
-    curve: LayerCurve
 
 
 class Whole:

@@ -20,10 +20,10 @@ from pipefit.codec import digest
 from pipefit.cost.alike import Ratios, Whole, corrected, mean_ratios, ratios_of, whole_place
 from pipefit.cost.memory import Precision
 from pipefit.cost.operator_times import CollectiveTime
+from pipefit.cost.packed import alike_rows
 from pipefit.cost.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
 from pipefit.cost.types import Array
 from pipefit.model.graph import Graph
-from pipefit.model.ops.packed_attention import SQUARES
 
 FEATURES = (
     "rows x length^2 / 2, without context",
@@ -112,16 +112,6 @@ def along_knots(places: Sequence[float], values: Sequence[float], place: float) 
     return float(along_all_knots(places, values, np.asarray([place], dtype=np.float64))[0])
 
 
-def alike_rows(place: Place) -> tuple[float, float]:
-    """(rows, tokens of each) that take as much as the place's: of a packed row its images as rows of one length, whose
-    tokens and squared tokens add up to the same."""
-    squares = dict(place.symbols).get(SQUARES, 0)
-    every = place.rows * place.tokens
-    if not squares or not every:
-        return place.rows, place.tokens
-    return every**2 / squares, squares / every
-
-
 def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> LayerTimes:
     """Seconds of all actions of one measured layer. `earlier`: see `attention_features`."""
     return LayerTimes(
@@ -194,6 +184,12 @@ def collective_curves(
     return alike or curves
 
 
+def times_at(curve: LayerCurve, place: Place) -> LayerTimes:
+    """`layer_times` at a place, of a packed row by its images."""
+    rows, tokens = alike_rows(place)
+    return layer_times(curve, rows, tokens, place.past, place.earlier)
+
+
 def stage_overhead_s(cluster: Cluster) -> float:
     """Seconds that running a stage once costs beside its layers: the mean over F, I, W and B of the slowest kind of
     device; 0 where it was not measured (layer times from the roofline hold it)."""
@@ -242,8 +238,7 @@ class MeasuredCosts:
             f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
             f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
         )
-        rows, tokens = alike_rows(place)
-        return layer_times(curve, rows, tokens, place.past, place.earlier)
+        return times_at(curve, place)
 
     def layer(
         self,
@@ -325,7 +320,7 @@ class MeasuredCosts:
             curve = find_layer(self.measured, self._signature(whole), kind.name, precision, self.setting)
             if curve is not None:
                 at = whole_place(graph, place)
-                times = LayerSeconds(*astuple(layer_times(curve, at.rows, at.tokens, at.past, at.earlier)))
+                times = LayerSeconds(*astuple(times_at(curve, at)))
                 self._note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
                 return ratios_of(times, self.roofline.seconds(whole, at, kind, precision, "none"))
         own = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]

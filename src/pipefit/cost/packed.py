@@ -8,17 +8,15 @@ between: a roofline bends at few places, and equal sizes come up again and again
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Generic, TypeVar
 
 import numpy as np
 
+from pipefit.cost.roofline import Place
 from pipefit.cost.types import Array
 from pipefit.cost.work import StageWork
 from pipefit.model.ops.packed_attention import SQUARES
-
-Key = TypeVar("Key", bound=Hashable)
 
 CostsAt = Callable[[StageWork], Mapping[str, tuple[float, ...]]]
 """The costs of a stage whose rows are alike, by kind of device."""
@@ -36,19 +34,29 @@ def packed_costs(stage: StageWork, costs_at: CostsAt) -> list[Mapping[str, tuple
     return [grid.at(max(t for t, _ in row), max(s for _, s in row)) for row in stage.packed]
 
 
-class _Grid(Generic[Key]):
-    """Costs by (tokens of a row, tokens of an image on average), looked up at most once."""
+def alike_rows(place: Place) -> tuple[float, float]:
+    """(rows, tokens of each) that take as much as the place's: of a packed row its images as rows of one length, whose
+    tokens and squared tokens add up to the same."""
+    squares = dict(place.symbols).get(SQUARES, 0)
+    every = place.rows * place.tokens
+    if not squares or not every:
+        return place.rows, place.tokens
+    return every**2 / squares, squares / every
 
-    def __init__(self, look_up: Callable[[int, float], Mapping[Key, tuple[float, ...]]]) -> None:
+
+class _Grid:
+    """Costs by kind of device, by (tokens of a row, tokens of an image on average), looked up at most once."""
+
+    def __init__(self, look_up: Callable[[int, float], Mapping[str, tuple[float, ...]]]) -> None:
         self._look_up = look_up
-        self._known: dict[tuple[int, float], dict[Key, Array]] = {}
-        self._answers: dict[tuple[int, int], Mapping[Key, tuple[float, ...]]] = {}
+        self._known: dict[tuple[int, float], dict[str, Array]] = {}
+        self._answers: dict[tuple[int, int], Mapping[str, tuple[float, ...]]] = {}
 
-    def at(self, tokens: int, squares: int) -> Mapping[Key, tuple[float, ...]]:
+    def at(self, tokens: int, squares: int) -> Mapping[str, tuple[float, ...]]:
         """Interpolated costs of a row of so many tokens whose images' squares add up to `squares`."""
         if (tokens, squares) not in self._answers:
             each = squares / tokens if tokens else 1.0
-            found: dict[Key, Array] = {}
+            found: dict[str, Array] = {}
             for row, row_part in _between(tokens, _half_octaves(tokens)):
                 for image, image_part in _between(each, _octaves(each)):
                     for kind, costs in self._corner(int(row), image).items():
@@ -56,7 +64,7 @@ class _Grid(Generic[Key]):
             self._answers[tokens, squares] = {kind: tuple(costs.tolist()) for kind, costs in found.items()}
         return self._answers[tokens, squares]
 
-    def _corner(self, tokens: int, each: float) -> dict[Key, Array]:
+    def _corner(self, tokens: int, each: float) -> dict[str, Array]:
         key = (tokens, each)
         if key not in self._known:
             self._known[key] = {kind: np.array(costs) for kind, costs in self._look_up(tokens, each).items()}
