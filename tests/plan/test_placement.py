@@ -75,6 +75,7 @@ def test_what_it_says_is_what_the_simulator_says() -> None:
 def test_compiled_and_plain_find_the_same_placement() -> None:
     for made in (
         candidate(skewed_cluster(10, seed=1), chain(3, 3)),
+        candidate(skewed_cluster(5, 2, seed=1), chain(3, 3)),
         candidate(skewed_cluster(3, 4, seed=2, rails=2), chain(3, 4, zero1=True)),
         candidate(two_kinds(), chain(3, 2)),
     ):
@@ -98,9 +99,9 @@ def test_the_seed_decides() -> None:
 
 def test_a_large_budget_is_spent_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of them is the search of a small budget; the others begin anew, and the best of all is kept."""
-    made = candidate(skewed_cluster(12, seed=8), chain(4, 3))
+    made = candidate(skewed_cluster(10, 2, seed=8), chain(5, 4))
     one = placed(made, 400)
-    monkeypatch.setattr(search, "ROUND_MOVES", 400)
+    monkeypatch.setattr(search, "DEVICES_WAY", replace(search.DEVICES_WAY, round_moves=400))
     assert placed(made, 799) != one, "up to twice the moves of a round, one round has them all"
     several = placed(made, 1_600)
     assert several.step_s < one.step_s and several.moves > 3 * one.moves

@@ -82,17 +82,22 @@ def note(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
     return count + 1
 
 
-def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
-    """A slot of something that counts much now: of four entries of x the one with the largest part in the largest
-    cut; of a flow, an end of its slowest message; of a collective, an end of its slowest hop."""
-    flows = at[FLOWS]
-    entries = 2 * flows + at[TERMS]
+def heaviest_entry(random: Any, whole: Any, at: Any) -> int:
+    """Of four entries of x the one with the largest part in the largest cut; -1: none has any."""
+    entries = 2 * at[FLOWS] + at[TERMS]
     best, most = -1, 0
     for _ in range(4):
         entry = draw(random, entries)
         part = whole[at[WEIGHT] + entry * at[CUT_ROOM] + at[LEADING]] * whole[at[X] + entry]
         if part > most:
             best, most = entry, part
+    return best
+
+
+def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
+    """A slot of something that counts much now: of a flow, an end of its slowest message; of a collective, an end of
+    its slowest hop."""
+    flows, best = at[FLOWS], heaviest_entry(random, whole, at)
     if best < 0:
         return draw(random, at[SLOTS])
     if best < 2 * flows:
@@ -103,14 +108,14 @@ def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
             if own > time:
                 slowest, time = message, own
         return int(whole[at[SOURCE] + slowest] if draw(random, 2) == 0 else whole[at[TARGET] + slowest])
+    return slow_hop(best - 2 * flows, random, whole, real, at)
+
+
+def slow_hop(term: int, random: Any, whole: Any, real: Any, at: Any) -> int:
+    """The slot at an end of the slowest hop of one of the rings of the lane whose collective this term is."""
     lane = 0
-    while whole[at[TERM_START] + lane + 1] <= best - 2 * flows:
+    while whole[at[TERM_START] + lane + 1] <= term:
         lane += 1
-    return slow_hop(lane, random, whole, real, at)
-
-
-def slow_hop(lane: int, random: Any, whole: Any, real: Any, at: Any) -> int:
-    """The slot at an end of the slowest hop of one of the lane's rings."""
     first = at[ORDER] + (lane * at[SHARDS] + draw(random, at[SHARDS])) * at[REPLICAS]
     slowest, most = 0, -1.0
     for i in range(at[REPLICAS]):

@@ -8,15 +8,15 @@ from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
-from pipefit.plan.placement import anneal, kernel, rings
+from pipefit.plan.placement import anneal, kernel, matching, rings, sets
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
-MODULES = (rings, kernel, anneal)
+MODULES = (rings, kernel, anneal, matching, sets)
 """Whose functions they are."""
 
-OUTER = ("anneal", "recompute")
+OUTER = ("anneal", "anneal_sets", "recompute")
 """The functions that are called from Python."""
 
 

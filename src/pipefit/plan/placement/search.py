@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.plan.placement.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
+from pipefit.plan.placement.chains import chain_arrays
 from pipefit.plan.placement.compile import functions
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.paths import Paths
@@ -76,6 +77,43 @@ class Placed:
     "Critical paths that were met."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How one kind of annealing goes."""
+
+    loop: str
+    "The compiled function (`compile`)."
+    hot: float
+    "The first temperature, as a share of what is placed."
+    cold: float
+    "The last one, as a share of the first."
+    stages: tuple[tuple[int, float, float], ...]
+    "How many placements are annealed, the best so far; with which part of the moves in all; from which part of `hot`."
+    round_moves: int
+    "Moves of a round; `round_s` where the budget counts seconds."
+    round_s: float
+
+    def rounds(self, budget: Budget) -> int:
+        """How often all is done from the start."""
+        if budget.seconds is not None:
+            return max(1, round(budget.seconds / self.round_s))
+        return max(1, budget.moves // self.round_moves)
+
+
+DEVICES_WAY = Way(
+    loop="anneal",
+    hot=0.02,
+    cold=0.003,
+    stages=((6, 0.4, 1.0), (2, 0.3, 0.5), (1, 0.3, 0.25)),
+    round_moves=250_000,
+    round_s=0.5,
+)
+SETS_WAY = Way(
+    loop="anneal_sets", hot=0.01, cold=0.03, stages=((6, 0.3, 0.2), (1, 0.7, 1.0)), round_moves=500_000, round_s=2.5
+)
+"""Over devices one by one, and over sets of them (`sets`), which find more in fewer and longer rounds."""
+
+
 class Searcher:
     """The state of one search."""
 
@@ -83,7 +121,9 @@ class Searcher:
         self.question = question
         self.paths = Paths(question, timeline)
         self.run = functions(compiled)
-        self.arena = new_state(question)
+        chain = chain_arrays(question)
+        self.way = DEVICES_WAY if chain is None else SETS_WAY
+        self.arena = new_state(question, chain)
         self.known: set[bytes] = set()
         self.step_s: dict[bytes, float] = {}
         "Simulated times of the placements that were looked at."
@@ -149,14 +189,14 @@ class Searcher:
         set_moves(self.arena, block_moves(start, question.shape, question.links, racks))
         self.estimate(start)
         hot = max(course.heat * self.placed_ticks(), 2.0)
-        span = max(COLD, 1.0 / hot)
+        span = max(self.way.cold, 1.0 / hot)
         factor = 1.0 if course.seconds is not None else span ** (1.0 / max(1, course.moves))
         arrays, made, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
         found, found_s, progress = start, start_s, 0.0
         while made < course.moves and progress < 1.0:
             count = min(self.chunk, course.moves - made)
             best, control = start.copy(), np.array([hot * span**progress, factor, np.inf])
-            self.run["anneal"](count, control, course.random, EXPONENTIAL, best, *arrays)
+            self.run[self.way.loop](count, control, course.random, EXPONENTIAL, best, *arrays)
             made += count
             progress = made / course.moves
             if course.seconds is not None:
@@ -198,17 +238,17 @@ def place(
     """
     budget = budget or Budget()
     began = clock()
-    rounds = _rounds(budget)
     if compiled is None:
         compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
     searcher = Searcher(question, timeline, compiled)
+    rounds = searcher.way.rounds(budget)
 
     given = question.devices
     given_s = searcher.simulate(given)
     starts, racks = constructions(question)
     if question.shape.slots > 1:
         searcher.probe(given)
-        ranked = sorted(starts, key=lambda name: (searcher.estimate(starts[name]), name))[: STAGES[0][0]]
+        ranked = sorted(starts, key=lambda name: (searcher.estimate(starts[name]), name))[: searcher.way.stages[0][0]]
         random = np.array([12345 + budget.seed, 67890 + 7 * budget.seed], dtype=np.int64)
         chosen = [starts[name] for name in ranked]
         for index in range(rounds):
@@ -233,36 +273,23 @@ def _round(
     seconds: float | None,
     clock: Clock,
 ) -> None:
-    """STAGES once, from these placements; the searcher keeps the best of all. `random` goes on."""
+    """The stages once, from these placements; the searcher keeps the best of all. `random` goes on."""
     began, over = clock(), 1.0
     lines = [(searcher.simulate(device), number, device) for number, device in enumerate(starts)]
-    for count, share, heat in STAGES:
+    for count, share, heat in searcher.way.stages:
         lines = sorted(lines, key=lambda line: line[:2])[:count]
         left = None if seconds is None else max(0.0, seconds - (clock() - began)) * share / (over * len(lines))
         course = Course(
-            moves=max(1, int(moves * share / len(lines))), heat=HOT * heat, random=random, seconds=left, clock=clock
+            moves=max(1, int(moves * share / len(lines))),
+            heat=searcher.way.hot * heat,
+            random=random,
+            seconds=left,
+            clock=clock,
         )
         for index, (step_s, number, device) in enumerate(lines):
             device, step_s = searcher.anneal(device, step_s, racks, course)
             lines[index] = (step_s, number, device)
         over -= share
-
-
-def _rounds(budget: Budget) -> int:
-    """How often all is done from the start: several short searches find more than a long one does."""
-    if budget.seconds is not None:
-        return max(1, round(budget.seconds / ROUND_S))
-    return max(1, budget.moves // ROUND_MOVES)
-
-
-ROUND_MOVES, ROUND_S = 250_000, 0.5
-"""Moves of a round, and seconds where the budget counts those."""
-
-HOT, COLD = 0.02, 0.003
-"""The first temperature, as a share of what is placed; the last one, as a share of the first."""
-
-STAGES = ((6, 0.4, 1.0), (2, 0.3, 0.5), (1, 0.3, 0.25))
-"""How many placements are annealed, the best so far; with which part of the moves in all; from which part of HOT."""
 
 
 SPECTRAL = 256

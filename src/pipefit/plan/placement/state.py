@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from pipefit.cost.types import Array
@@ -26,8 +28,8 @@ AIMED = 500
 """Of 1,000 swaps, those of something that is slow now."""
 
 
-def new_state(question: Question) -> Arena:
-    """The arena of a question: no cuts yet, and no moves (`set_moves`)."""
+def new_state(question: Question, chain: Mapping[int, Ints] | None = None) -> Arena:
+    """The arena of a question, with `chains.chain_arrays` if it is one: no cuts yet, and no moves (`set_moves`)."""
     links, shape = question.links, question.shape
     devices, hosts = len(question.devices), len(links.inside_latency)
     numbers = {
@@ -49,7 +51,7 @@ def new_state(question: Question) -> Arena:
         names.FIRST_LEVEL: FIRST_LEVEL,
         names.AIMED: AIMED,
     }
-    return make_arena(numbers, {**_facts(question), **_scratch(question)}, _reals(question))
+    return make_arena(numbers, {**_facts(question), **_scratch(question), **(chain or {})}, _reals(question))
 
 
 def set_moves(arena: Arena, moves: Moves) -> None:

@@ -1,0 +1,74 @@
+"""Chains of lanes: what the search over sets (`sets`) needs to know beside the shape, and where it can be used."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipefit.plan.placement import arena as names
+from pipefit.plan.placement.links import Ints
+from pipefit.plan.placement.shape import Question
+
+MOST_REPLICAS = 64
+"""Replicas from which devices move one by one again: the work of a matching grows with their square, and with 128 of
+them ten seconds over sets found less."""
+
+
+def chain_arrays(question: Question) -> dict[int, Ints] | None:
+    """The arrays of a chain by their names in the arena; None where the candidate is none: then pipelines are no
+    matter of each boundary alone. In a chain every flow goes from the devices of a lane, with equal messages, to those
+    of the same pipelines on a neighbouring lane, and every device is alone on its host and its lane's shard."""
+    links, shape = question.links, question.shape
+    single = links.single and shape.shards == 1 and shape.allowed.shape[1] == 1
+    if not single or shape.lanes < 2 or not 2 <= shape.replicas <= MOST_REPLICAS:
+        return None
+    edge_of, forward, size = [], [], []
+    for flow in range(question.flows):
+        messages = slice(int(shape.flow_start[flow]), int(shape.flow_start[flow + 1]))
+        source, target = shape.source[messages], shape.target[messages]
+        if not len(source):  # between stages of one lane
+            edge_of.append(-1)
+            forward.append(0)
+            size.append(0)
+            continue
+        if len(source) != shape.replicas or len(set(shape.size[messages].tolist())) > 1:
+            return None
+        lanes = {(a, b) for a, b in zip(source // shape.replicas, target // shape.replicas, strict=True)}
+        (one, other), *more = sorted(lanes)
+        if more or abs(one - other) != 1 or (source % shape.replicas != target % shape.replicas).any():
+            return None
+        edge_of.append(min(one, other))
+        forward.append(int(one < other))
+        size.append(int(shape.size[messages][0]))
+    edges = [[flow for flow, own in enumerate(edge_of) if own == edge] for edge in range(shape.lanes - 1)]
+    matrices: dict[tuple[tuple[int, int], ...], int] = {}
+    pair_of = [matrices.setdefault(tuple((size[flow], forward[flow]) for flow in own), len(matrices)) for own in edges]
+    return {
+        names.EDGE_START: np.cumsum([0, *(len(own) for own in edges)]),
+        names.EDGE_FLOWS: np.array([flow for own in edges for flow in own], dtype=np.int64),
+        names.EDGE_OF: np.array(edge_of, dtype=np.int64),
+        names.FORWARD: np.array(forward, dtype=np.int64),
+        names.PAIR_OF: np.array(pair_of, dtype=np.int64),
+        names.PAIR: np.stack([_pair_ticks(question, flows) for flows in matrices]),
+        names.PARTNER: np.zeros((shape.lanes - 1) * shape.replicas, dtype=np.int64),
+        names.BACK: np.zeros((shape.lanes - 1) * shape.replicas, dtype=np.int64),
+        names.DISTANCE: np.zeros(shape.replicas, dtype=np.int64),
+        names.PARENT: np.zeros(shape.replicas, dtype=np.int64),
+        names.FINISHED: np.zeros(shape.replicas, dtype=np.int64),
+        names.KEPT_EDGE: np.zeros(4, dtype=np.int64),
+        names.KEPT_PAIRS: np.zeros(4 * shape.replicas, dtype=np.int64),
+        names.LAYOUT: np.zeros(len(question.devices), dtype=np.int64),
+    }
+
+
+def _pair_ticks(question: Question, flows: tuple[tuple[int, int], ...]) -> Ints:
+    """[device, device] ticks of the messages of these (size, whether forward), between a device on the left of a
+    boundary and one on its right, one after the other."""
+    links = question.links
+    rail, host = links.rail, links.host
+    total = np.zeros((len(host), len(host)), dtype=np.int64)
+    for size, forward in flows:
+        matrix = links.matrix[rail]
+        ticks = links.busy[size][matrix[:, None], host[:, None], host[None, :]]
+        ticks = ticks + links.latency[matrix[:, None], host[:, None], host[None, :]]
+        total += ticks if forward else ticks.T
+    return total

@@ -1,0 +1,116 @@
+"""The search over sets of devices: its matchings against all permutations, its steps against working out anew."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from placement_toys import Candidate, candidate, skewed_cluster
+from test_placement_estimate import chain, two_kinds
+
+from pipefit.plan.placement import chains
+from pipefit.plan.placement.arena import DEVICE, PAIR, PAIR_OF
+from pipefit.plan.placement.chains import chain_arrays
+from pipefit.plan.placement.kernel import link_ticks
+from pipefit.plan.placement.search import DEVICES_WAY, EXPONENTIAL, SETS_WAY, Budget, Searcher, place
+
+
+def searcher_of(made: Candidate) -> Searcher:
+    searcher = Searcher(made.question, made.timeline, compiled=False)
+    assert searcher.way is SETS_WAY
+    searcher.simulate(made.question.devices)
+    searcher.probe(made.question.devices)
+    searcher.estimate(made.question.devices)
+    return searcher
+
+
+def annealed(searcher: Searcher, moves: int, heat: float, seed: int = 0) -> tuple[int, np.ndarray, int]:
+    """(best estimate, its placement, the estimate where it ends)."""
+    best, control = searcher.arena.ints(DEVICE).copy(), np.array([heat, 1.0, np.inf])
+    random = np.array([12345 + seed, 67890 + seed], dtype=np.int64)
+    arena = searcher.arena
+    end = searcher.run["anneal_sets"](moves, control, random, EXPONENTIAL, best, arena.whole, arena.real, arena.at)
+    return (int(control[2]) if np.isfinite(control[2]) else -1), best, end
+
+
+def pairs(searcher: Searcher, edge: int, replicas: int) -> np.ndarray:
+    """[left, right] ticks of the messages both ways between the devices that stand at a boundary, by the kernel's own
+    look-up of one message."""
+    arena, shape = searcher.arena, searcher.question.shape
+    device = arena.ints(DEVICE).reshape(-1)[: shape.slots].reshape(shape.lanes, replicas)
+    found = np.zeros((replicas, replicas), dtype=np.int64)
+    for flow in range(searcher.question.flows):
+        message = int(shape.flow_start[flow])
+        lanes = int(shape.source[message]) // replicas, int(shape.target[message]) // replicas
+        if min(lanes) == edge:
+            for i, j in itertools.product(range(replicas), repeat=2):
+                ends = (device[edge, i], device[edge + 1, j])
+                a, b = ends if lanes[0] == edge else ends[::-1]
+                found[i, j] += sum(link_ticks(int(a), int(b), int(shape.size[message]), arena.whole, arena.at))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pipelines_are_matched_as_well_as_all_permutations(seed: int) -> None:
+    """The slowest pair of every boundary is as fast as in the best of all matchings of the same sets."""
+    made = candidate(skewed_cluster(15, seed=seed), chain(3, 5), batch=40)
+    searcher = searcher_of(made)
+    for move in range(4):
+        annealed(searcher, move, 1e12, seed)
+        shape = made.question.shape
+        device = searcher.arena.ints(DEVICE)[: shape.slots].reshape(3, 5)
+        for edge in range(2):
+            ticks = pairs(searcher, edge, 5)
+            matrix = searcher.arena.ints(PAIR).reshape(-1, 15, 15)[searcher.arena.ints(PAIR_OF)[edge]]
+            assert (matrix[np.ix_(device[edge], device[edge + 1])] == ticks).all()
+            least = min(max(ticks[i, j] for i, j in enumerate(order)) for order in itertools.permutations(range(5)))
+            assert np.diag(ticks).max() == least
+
+
+@pytest.mark.parametrize(("hosts", "stages", "replicas"), [(8, 4, 2), (11, 3, 3), (12, 2, 5)])
+def test_its_steps_give_what_working_out_anew_gives(hosts: int, stages: int, replicas: int) -> None:
+    """Hot and cold, with idle hosts and without: the best estimate is exactly that of the placement handed out."""
+    made = candidate(skewed_cluster(hosts, seed=hosts), chain(stages, replicas, zero1=replicas == 3), batch=240)
+    searcher = searcher_of(made)
+    for heat in (1e12, 1e9, 1e7, 1.0):
+        value, best, end = annealed(searcher, 300, heat)
+        stands, x = searcher.arena.ints(DEVICE).copy(), searcher.x
+        assert sorted(stands.tolist()) == sorted(best.tolist()) == list(range(hosts))
+        assert searcher.estimate(stands) == end and (searcher.x == x).all()
+        if value >= 0:
+            assert searcher.estimate(best) == value
+        searcher.simulate(best)
+        searcher.estimate(stands)
+
+
+def test_where_pipelines_are_no_matter_of_a_boundary_devices_move_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {
+        "several devices on a host": candidate(skewed_cluster(3, 2), chain(3, 2)),
+        "shard groups": candidate(skewed_cluster(2, 4), chain(2, 2, shards=(2, 2), sharding="megatron")),
+        "two kinds": candidate(two_kinds(), chain(3, 2)),
+        "one lane": candidate(skewed_cluster(4), chain(1, 4)),
+        "one pipeline": candidate(skewed_cluster(4), chain(4, 1)),
+        "lanes in a circle": candidate(skewed_cluster(6), chain(3, 2, schedule="interleaved-1f1b")),
+        "tied parameters": candidate(skewed_cluster(8), chain(4, 2), tied=True),
+    }
+    for name, made in others.items():
+        assert chain_arrays(made.question) is None, name
+        assert Searcher(made.question, made.timeline, compiled=False).way is DEVICES_WAY, name
+    assert chain_arrays(candidate(skewed_cluster(8), chain(4, 2)).question) is not None
+    v = candidate(skewed_cluster(6), chain(3, 2, schedule="zb-v"))
+    assert chain_arrays(v.question) is not None, "both ways over every boundary"
+    monkeypatch.setattr(chains, "MOST_REPLICAS", 1)
+    assert chain_arrays(v.question) is None, "matchings of many pipelines take too long"
+
+
+@pytest.mark.slow
+def test_sets_find_more_than_devices_with_as_many_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipefit.plan.placement import search
+
+    made = candidate(skewed_cluster(20, seed=3), chain(4, 5), batch=40)
+    budgets = [Budget(moves=10_000, seed=seed) for seed in range(3)]
+    sets = [place(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
+    monkeypatch.setattr(search, "SETS_WAY", DEVICES_WAY)
+    devices = [place(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
+    assert np.mean(sets) < np.mean(devices)
