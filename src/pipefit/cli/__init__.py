@@ -7,6 +7,7 @@ function, so that `pipefit --help` answers at once. A PipefitError is printed as
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 
@@ -35,11 +36,19 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """The entry point `pipefit`."""
+    code: int | str | None = 0
     try:
         build_app()()
     except PipefitError as error:
         print(f"pipefit: {error.text()}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    except SystemExit as ended:
+        code = ended.code
+    if "RANK" in os.environ and "torch" in sys.modules and not isinstance(code, str):
+        from pipefit.run.leave import leave
+
+        leave(code or 0)
+    sys.exit(code)
 
 
 def _print_version(value: bool) -> None:

@@ -6,7 +6,6 @@ the parent speaks only if a rank died without a word.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import shlex
@@ -28,6 +27,7 @@ from pipefit.run.faults import (
     is_connection_lost,
     is_out_of_memory,
     out_of_memory,
+    say_once,
     unexpected,
     verify_ranks,
 )
@@ -36,6 +36,9 @@ from pipefit.run.worker import lane_of
 
 START_TIMEOUT_S = 300.0
 """How long ranks wait for each other at the start."""
+
+SAY_TIMEOUT_S = 3.0
+"""How long a rank that fails before there is a heartbeat waits for the word of the one that failed first."""
 
 
 def launch(plan: Plan, config: TrainConfig, local: int, arguments: Sequence[str]) -> int:
@@ -96,7 +99,7 @@ def run_rank(plan: Plan, config: TrainConfig) -> int:
 
         train(plan, config, world)
     except Exception as error:
-        return _leave(_fail(error, plan, config, world))
+        return _fail(error, plan, config, world)
     world.stop()
     return 0
 
@@ -188,7 +191,9 @@ def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> in
             world.monitor.announce(error)
             world.monitor.linger()
             world.monitor.stop()
-        elif world.store is None or _first(world):
+        elif world.store is not None:
+            say_once(world.store, error, SAY_TIMEOUT_S)
+        else:
             print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
         return EXIT_CODE
     traceback.print_exception(error)
@@ -197,28 +202,6 @@ def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> in
         world.monitor.linger()
         world.monitor.stop()
     return 1
-
-
-def _leave(code: int) -> int:
-    """End a rank that failed, here and now, where it speaks to others; else the code is for the caller. Threads of gloo
-    may still wait for them, and an interpreter that is taken down around these sometimes aborts: the run would end with
-    a second message, of a rank that died."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return code
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _first(world: World) -> bool:
-    """Before there is a heartbeat: the first rank to fail speaks."""
-    try:
-        return bool(world.store.add("pipefit/claimed", 1) == 1)
-    except RuntimeError:
-        return True
 
 
 def _judge(failures: object) -> int:
