@@ -15,10 +15,9 @@ from PIL import Image, ImageOps
 
 from pipefit.data.multimodal.feeds import run_feed
 from pipefit.data.multimodal.folder import write_manifest
-from pipefit.data.multimodal.images import BLANK, ImageRule
-from pipefit.data.multimodal.index import IMAGE, IndexRequest, make_index, open_index
+from pipefit.data.multimodal.images import ImageRule
+from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
-from pipefit.data.multimodal.sequence import images_of
 from pipefit.data.multimodal.step import multimodal_evaluation, multimodal_step
 from pipefit.errors import DataError
 
@@ -74,39 +73,6 @@ def test_a_row_without_its_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="There is not one sample to train on") as error:
         indexed(tmp_path, rows, on_broken="skip")
     assert error.value.seen == "3 samples left out for their images"
-
-
-@pytest.mark.parametrize("damage", ["cut", "absent", "another size"])
-def test_an_image_that_breaks_after_indexing_fails_or_is_blank_and_changes_nothing_else(
-    tmp_path: Path, damage: str
-) -> None:
-    index = mixed_index(tmp_path, 6)
-    source, every = source_of(index), np.arange(6)
-    before = {space: run_feed(source, space, 0, every, 0) for space in ("patches", "samples", "latents")}
-    seen = [use.image for row in range(6) for use in images_of(index, source.rows, row, IMAGE)]
-    path = index.image_path(seen[1])
-    if damage == "cut":
-        cut_short(path)
-    elif damage == "absent":
-        path.unlink()
-    else:
-        Image.new("RGB", (50, 41)).save(path)
-    with pytest.raises(DataError) as error:
-        run_feed(source, "patches", 0, every, 0)
-    assert error.value.what == "An image that was whole when it was indexed is broken now."
-    assert str(error.value.where).startswith(str(path)) and "--on-broken blank" in str(error.value.next_step)
-    after = {space: run_feed(replace(source, on_broken="blank"), space, 0, every, 0) for space in before}
-    assert list(after["patches"].broken) == [str(path)] and not after["latents"].broken
-    tokens = after["patches"].image_lengths[1]
-    start = after["patches"].image_lengths[0]
-    blank = after["patches"].arrays["pixels"][0, start : start + tokens]
-    assert (blank == BLANK).all()
-    for space, feed in before.items():
-        for name, array in feed.arrays.items():
-            other = after[space].arrays[name].copy()
-            if name == "pixels":
-                other[0, start : start + tokens] = array[0, start : start + tokens]
-            assert array.tobytes() == other.tobytes(), (space, name)
 
 
 def test_a_sample_longer_than_the_sequence(tmp_path: Path) -> None:

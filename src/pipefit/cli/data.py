@@ -17,12 +17,17 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The index, a folder; NAME.jsonl: a manifest.")],
     task: str = typer.Option("caption", help="Of a folder: caption (learn the texts) or generate (the images)."),
     tokenizer: str = typer.Option("bytes", help="`bytes`, or a local tokenizer.json."),
-    patch: int = typer.Option(16, help="Pixels of the side of a patch; a patch is one token."),
-    max_patches: int = typer.Option(1024, help="Larger images are scaled down to so many patches."),
-    side: int = typer.Option(0, help="Resize every image to so many pixels square; 0: keep its shape."),
-    start_token: bool = typer.Option(False, "--start-token", help="One more token in front of every image (ViT)."),
-    latent_patch: int = typer.Option(16, help="Pixels of the side of a patch of generated images."),
-    max_latents: int = typer.Option(1024, help="Larger images to generate are scaled down to so many."),
+    model: str | None = typer.Option(None, help="A model, as for `pipefit plan`, that says how images are cut."),
+    patch: int | None = typer.Option(None, help="Pixels of the side of a patch, one token; 16, or the model's."),
+    max_patches: int | None = typer.Option(
+        None, help="Larger images are scaled down to so many; 1024, or as many as the model's table has."
+    ),
+    side: int | None = typer.Option(None, help="Resize every image to so many pixels square; 0: keep its shape."),
+    start_token: bool | None = typer.Option(
+        None, "--start-token/--no-start-token", help="One more token in front of every image (ViT); or the model's."
+    ),
+    latent_patch: int | None = typer.Option(None, help="As --patch, of generated images."),
+    max_latents: int | None = typer.Option(None, help="As --max-patches, of generated images."),
     image_token: int = typer.Option(0, help="The token id that stands for a patch that is looked at."),
     generation_token: int = typer.Option(0, help="The token id that stands for a patch to generate."),
     on_broken: str = typer.Option("fail", help="Broken or absent images: fail, or skip their samples and report."),
@@ -32,9 +37,10 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Index samples of text and images for training, or write a manifest of a folder."""
+    from pipefit.data.multimodal.fits import check_vocabulary, rule_for, taken_by
     from pipefit.data.multimodal.folder import Task, write_manifest
-    from pipefit.data.multimodal.images import ImageRule
-    from pipefit.data.multimodal.index import Check, IndexRequest, OnBroken, make_index, open_index
+    from pipefit.data.multimodal.index import GENERATE, IMAGE, Check, IndexRequest, OnBroken, make_index, open_index
+    from pipefit.data.tokenizer import load_tokenizer
 
     chosen: Any = {"task": task, "on_broken": on_broken, "check": check}
     for name, kind in (("task", Task), ("on_broken", OnBroken), ("check", Check)):
@@ -43,11 +49,15 @@ def command(
         count = write_manifest(source, output, chosen["task"])
         print(json.dumps({"samples": count}) if as_json else f"{count} samples written to {output}")
         return
+    taken = taken_by(model) if model is not None else None
+    if taken is not None:
+        check_vocabulary(load_tokenizer(tokenizer).vocabulary, taken.vocabulary, "--tokenizer")
+    looked = {"patch": patch, "max_patches": max_patches, "side": side, "start_token": start_token}
     request = IndexRequest(
         source=str(source),
         tokenizer=tokenizer,
-        images=ImageRule(patch=patch, max_patches=max_patches, side=side, start_token=start_token),
-        generated=ImageRule(patch=latent_patch, max_patches=max_latents),
+        images=rule_for(taken, IMAGE, looked),
+        generated=rule_for(taken, GENERATE, {"patch": latent_patch, "max_patches": max_latents}),
         image_token=image_token,
         generation_token=generation_token,
         **chosen,

@@ -96,13 +96,7 @@ def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus")
     last_labels = sequence
     if rest >= 2:
         count, last_labels = count + 1, rest - 1
-    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
-        raise DataError(
-            "This is no part of the rows to hold out.",
-            where="held_out",
-            seen=held_out,
-            allowed="a fraction from 0 up to 1, or a whole number of rows",
-        )
+    check_held_out(held_out, "held_out")
     kept = int(held_out) if held_out >= 1 else int(count * held_out)
     if 0 < held_out < 1 and kept == 0 and count > 1:
         kept = 1
@@ -114,3 +108,14 @@ def cut_rows(tokens: int, sequence: int, held_out: float, where: str = "corpus")
             next_step="hold out fewer rows, or give more text",
         )
     return Rows(count=count, sequence=sequence, last_labels=last_labels, held_out=kept)
+
+
+def check_held_out(held_out: float, where: str) -> None:
+    """Raises DataError unless it is a fraction of the rows, or a number of them."""
+    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
+        raise DataError(
+            "This is no part of the rows to hold out.",
+            where=where,
+            seen=held_out,
+            allowed="a fraction from 0 up to 1, or a whole number of rows",
+        )

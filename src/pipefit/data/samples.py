@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.rows import Rows
+from pipefit.data.rows import Rows, check_held_out
 from pipefit.errors import DataError
 from pipefit.model.graph import Tensor
 from pipefit.model.user import drawing_from
@@ -162,13 +162,7 @@ def _failed(what: str, where: str, error: Exception) -> DataError:
 
 def _rows(count: int, batch: int, held_out: float, where: str) -> Rows:
     """Which rows are for training. Rows of one evaluation fill whole batches; a fraction is rounded to them."""
-    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
-        raise DataError(
-            "This is no part of the rows to hold out.",
-            where="--held-out",
-            seen=held_out,
-            allowed="a fraction from 0 up to 1, or a whole number of rows",
-        )
+    check_held_out(held_out, "--held-out")
     kept = int(held_out)
     if 0 < held_out < 1:
         kept = max(1, int(count * held_out) // batch) * batch

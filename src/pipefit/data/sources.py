@@ -110,21 +110,28 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
+    for number, record in json_lines(path):
+        where = f"{path}, line {number}"
+        yield Document(where, _check_text(_field(record, field, where), where))
+
+
+def json_lines(path: Path, allowed: str = "one JSON object a line") -> Iterator[tuple[int, Any]]:
+    """(number from 1, value) of every line that is not empty. Raises DataError if the file cannot be read, or for a
+    line that is no JSON; `allowed` then says what should stand there."""
     for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
+            value = json.loads(line)
         except ValueError as error:
             raise DataError(
                 "The line is not valid JSON.",
-                where=where,
+                where=f"{path}, line {number}",
                 seen=f"{error}: {line[:60]!r}",
-                allowed="one JSON object a line",
+                allowed=allowed,
                 next_step="remove or mend the line; the file may have been cut short",
             ) from None
-        yield Document(where, _check_text(_field(record, field, where), where))
+        yield number, value
 
 
 def _field(record: Any, field: str, where: str) -> bytes:

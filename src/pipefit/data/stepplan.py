@@ -34,6 +34,8 @@ class BatchShape:
     "Replica shares of every stage's group."
     multiples: tuple[int, ...]
     "How many of the schedule's microbatches every stage takes together."
+    turns: tuple[tuple[int, int], ...] = ()
+    "Of every stage, its turn and how many take turns; (): all take all."
     apart: bool = False
     "Whether attention keeps the documents of a row apart."
     arranging: Arranging | None = None
@@ -58,6 +60,11 @@ class BatchShape:
     def stage_microbatches(self, stage: int) -> int:
         """How many microbatches the stage counts in a step."""
         return self.microbatches // self.multiples[stage]
+
+    def units(self, stage: int) -> range:
+        """Those of them that are the stage's own."""
+        turn, turns = self.turns[stage] if self.turns else (0, 1)
+        return range(turn, self.stage_microbatches(stage), turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +123,10 @@ def batch_shape(plan: Plan) -> BatchShape:
         slices=tuple(zip([0, *stops[:-1]], stops, strict=True)),
         shares=tuple(group.axis("replica").shares for group in groups),
         multiples=multiples,
+        turns=tuple((stage.turn, stage.turns) for stage in plan.stages),
         apart=job.documents == "apart",
         arranging=plan.arranging,
-        schedule=plan.order.schedule() if plan.arranging is not None and plan.arranging.order else None,
+        schedule=plan.schedule() if plan.arranging is not None and plan.arranging.order else None,
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -27,6 +26,8 @@ MODULE = "language"
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without torch's own warnings, logs and printed graphs: what they say of a failure stands in the reason."""
+    import logging
+
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -90,7 +91,7 @@ def _replace_leaves(module: nn.Module) -> None:
 
         def forward(*args: Any, _child: Leaf = child, _attributes: str = attributes) -> Any:
             parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
-            return leaf([*args, *parameters], _child.kind, _attributes, *_child.operator_output(*args))
+            return leaf([*args, *parameters], _child.kind, _attributes)
 
         child.forward = forward
 

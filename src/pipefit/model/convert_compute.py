@@ -96,9 +96,9 @@ def _cross_entropy(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping
 
 @converts("pipefit.leaf")
 def _leaf(emitter: Emitter, node: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str:
-    inputs, kind, attributes = args[:3]
+    inputs, kind, attributes = args
     names = [emitter.value(item) for item in inputs]
-    absent = [""] * (len(KINDS[kind].inputs) - len(names)) if kind in KINDS else []
+    absent = [""] * (len(KINDS[kind].inputs) - len(names))
     return emitter.like(node, kind, [*names, *absent], json.loads(attributes))
 
 

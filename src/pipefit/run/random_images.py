@@ -51,13 +51,12 @@ class RandomImages:
             group = plan.groups[stage.group].group()
             if device in group.devices:
                 replica = group.position(device, "replica")
-                runs = [shape.run(number, microbatch, replica) for microbatch in range(plan.order.microbatches)]
-                self._feeds[number] = [self._feed(number, range(*run), generator) for run in runs]
+                runs = [shape.run(number, microbatch, replica) for microbatch in shape.units(number)]
+                self._feeds[number] = [[self._feed(number, range(*run), generator)] for run in runs]
 
     def step(self, step: int) -> Fed:
         """The feeds by stage."""
-        feeds = {stage: [[feed] for feed in each] for stage, each in self._feeds.items()}
-        return Fed(feeds, dict.fromkeys(self._losses, 1), self._counts)
+        return Fed(self._feeds, dict.fromkeys(self._losses, 1), self._counts)
 
     @property
     def evaluations(self) -> int:
@@ -66,7 +65,7 @@ class RandomImages:
 
     def evaluation(self, index: int) -> Fed:
         """The same batch, for an evaluation."""
-        return Fed(self._feeds, dict.fromkeys(self._losses, 1), self._counts)
+        return self.step(index)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -6,25 +6,22 @@ be, with the same bytes. What is drawn (noise, time) is keyed by (seed, step, sa
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.images import BrokenImageError, blank_patches, grid_places, read_patches
+from pipefit.data.multimodal.broken import Broken
+from pipefit.data.multimodal.images import BrokenImageError, ImageSize, grid_places, read_patches
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
+from pipefit.data.multimodal.manifest import shown
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
-from pipefit.data.multimodal.sequence import ImageUse, images_of, sequence_of
+from pipefit.data.multimodal.sequence import NONE, ImageUse, images_of, sequence_of
 from pipefit.data.permutation import make_key
 from pipefit.data.stepplan import StepPlan
-from pipefit.errors import DataError
-
-OnBroken = Literal["fail", "blank"]
-"""What an image does that was whole when it was indexed and is broken now."""
 
 _NOISE = 0x401_5E
 """Part of the key of noise and times."""
@@ -38,8 +35,8 @@ class Arrays:
     """The arrays of one action, by the names that the model's graphs give their inputs."""
 
     arrays: dict[str, NDArray[Any]]
-    broken: dict[str, str] = field(default_factory=dict)
-    "Image file -> why it was replaced by a blank one."
+    broken: tuple[Broken, ...] = ()
+    "Images that could not be read; zeros stand for them, so these arrays are not to be trained on."
     image_lengths: tuple[int, ...] = ()
     "Tokens of every image of a packed row, in their order."
 
@@ -55,7 +52,6 @@ class Source:
     index: Index
     rows: SampleRows
     seed: int
-    on_broken: OnBroken = "fail"
 
 
 def module_feed(source: Source, plan: StepPlan, stage: int, space: str, microbatch: int, replica: int) -> Arrays:
@@ -67,8 +63,11 @@ def module_feed(source: Source, plan: StepPlan, stage: int, space: str, microbat
     return run_feed(source, space, plan.step, plan.rows[start:stop], start)
 
 
-def run_feed(source: Source, space: str, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
-    """The arrays of `rows`, which stand at the positions of the batch from `first` on. B rows, T = the sequence.
+def run_feed(
+    source: Source, space: str, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int] = NONE
+) -> Arrays:
+    """The arrays of `rows`, which stand at the positions of the batch from `first` on, without the samples that are
+    `left_out` of them. B rows, T = the sequence.
 
     `samples`: tokens, labels, positions (B, T); documents (B, T), where each token's sample starts; rows (B,), their
     positions in the batch; image_places (1, P) and condition_places (1, L), places b T + t of patches and of latents.
@@ -76,9 +75,9 @@ def run_feed(source: Source, space: str, step: int, rows: NDArray[np.int64], fir
     and grid (1, P, 4): row (-1: a start token), column, rows, columns.
     `latents`: noisy and target (1, L, channels * patch**2) float32, time (1, L) float32, documents, grid. With x the
     pixels in [-1, 1], e the noise and t the time: noisy = (1 - t) e + t x and target = x - e (Lipman et al., 2023).
-    P and L may be 0. Raises DataError for an image that is broken now, unless `on_broken` is `blank`.
+    P and L may be 0. `Arrays.broken` names the images that could not be read.
     """
-    return _MAKERS[space](source, step, rows, first)
+    return _MAKERS[space](source, step, rows, first, left_out)
 
 
 def feed_bytes(rows: SampleRows, space: str, step_rows: NDArray[np.int64], patch_values: int) -> int:
@@ -91,14 +90,14 @@ def feed_bytes(rows: SampleRows, space: str, step_rows: NDArray[np.int64], patch
     return int(tokens.sum()) * (grid_and_documents + (patch_values if space == PATCHES else 8 * patch_values + 4))
 
 
-def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
+def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
     sequence = source.rows.sequence
     shape = (len(rows), sequence)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     documents_BT = np.zeros(shape, dtype=np.int64)
     seen, generated = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for place, row in enumerate(rows.tolist()):
-        made = sequence_of(source.index, source.rows, row)
+        made = sequence_of(source.index, source.rows, row, left_out)
         tokens_BT[place], labels_BT[place], documents_BT[place] = made.tokens_T, made.labels_T, made.starts_T
         seen.append(made.image_places + place * sequence)
         generated.append(made.condition_places + place * sequence)
@@ -115,25 +114,26 @@ def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int) -> 
     )
 
 
-def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
-    images = _images(source, rows, IMAGE)
-    result = _packed(source, images, IMAGE)
+def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
+    images = _images(source, rows, IMAGE, left_out)
+    pixels, broken = _pixels(source, images)
+    result = _packed(source, images, IMAGE, broken)
     width = source.index.rule(IMAGE).patch_values
-    pixels = [_pixels(source, use, result.broken) for use in images]
     result.arrays["pixels"] = np.concatenate([np.zeros((0, width), np.uint8), *pixels])[None]
     return result
 
 
-def _latents(source: Source, step: int, rows: NDArray[np.int64], first: int) -> Arrays:
-    images = _images(source, rows, GENERATE)
-    result = _packed(source, images, GENERATE)
+def _latents(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
+    images = _images(source, rows, GENERATE, left_out)
+    pixels, broken = _pixels(source, images)
+    result = _packed(source, images, GENERATE, broken)
     tokens, width = sum(use.tokens for use in images), source.index.rule(GENERATE).patch_values
     noisy, target = (np.empty((1, tokens, width), dtype=np.float32) for _ in range(2))
     time = np.empty((1, tokens), dtype=np.float32)
     at = 0
-    for use in images:
+    for use, of_image in zip(images, pixels, strict=True):
         here = slice(at, at + use.tokens)
-        x = _pixels(source, use, result.broken).astype(np.float32) / np.float32(NORMAL_SCALE) - np.float32(1)
+        x = of_image.astype(np.float32) / np.float32(NORMAL_SCALE) - np.float32(1)
         t, noise = draw(source.seed, step, use, width)
         noisy[0, here], target[0, here], time[0, here] = (1 - t) * noise + t * x, x - noise, t
         at += use.tokens
@@ -150,11 +150,11 @@ def draw(seed: int, step: int, use: ImageUse, width: int) -> tuple[np.float32, N
     )
 
 
-def _images(source: Source, rows: NDArray[np.int64], kind: int) -> list[ImageUse]:
-    return [use for row in rows.tolist() for use in images_of(source.index, source.rows, row, kind)]
+def _images(source: Source, rows: NDArray[np.int64], kind: int, left_out: Set[int]) -> list[ImageUse]:
+    return [use for row in rows.tolist() for use in images_of(source.index, source.rows, row, kind, left_out)]
 
 
-def _packed(source: Source, images: list[ImageUse], kind: int) -> Arrays:
+def _packed(source: Source, images: list[ImageUse], kind: int, broken: list[Broken]) -> Arrays:
     """documents (1, P) and grid (1, P, 4) of images one behind the other."""
     documents, grids, at = [np.zeros(0, np.int64)], [np.zeros((0, 4), np.int64)], 0
     for use in images:
@@ -165,35 +165,25 @@ def _packed(source: Source, images: list[ImageUse], kind: int) -> Arrays:
     return Arrays(
         arrays={"documents": np.concatenate(documents)[None], "grid": np.concatenate(grids)[None]},
         image_lengths=tuple(use.tokens for use in images),
+        broken=tuple(broken),
     )
 
 
-def _pixels(source: Source, use: ImageUse, broken: dict[str, str]) -> NDArray[np.uint8]:
-    """(tokens, channels * patch**2) of an image; a blank one if it is broken and may be."""
-    width, height, _ = source.index.images[use.image].tolist()
-    rule, path = source.index.rule(use.kind), source.index.image_path(use.image)
-    try:
-        return read_patches(path, width, height, rule)
-    except BrokenImageError as error:
-        if source.on_broken == "fail":
-            raise DataError(
-                "An image that was whole when it was indexed is broken now.",
-                where=f"{path} (sample {source.index.name(use.sample)})",
-                seen=error,
-                next_step="restore the file, or make the index again with --check decode; to train on with a blank "
-                "image in its place, say --on-broken blank",
-            ) from None
-        broken[str(path)] = str(error)
-        return blank_patches(width, height, rule)
+def _pixels(source: Source, images: list[ImageUse]) -> tuple[list[NDArray[np.uint8]], list[Broken]]:
+    """(tokens, channels * patch**2) of every image, zeros of those that are broken, and which are."""
+    index, pixels, broken = source.index, list[NDArray[np.uint8]](), list[Broken]()
+    for use in images:
+        rule, path = index.rule(use.kind), index.image_path(use.image)
+        try:
+            pixels.append(read_patches(path, ImageSize(*index.images[use.image].tolist()), rule))
+        except BrokenImageError as error:
+            broken.append(Broken(use.sample, index.name(use.sample), shown(str(path)), str(error)))
+            pixels.append(np.zeros((use.tokens, rule.patch_values), dtype=np.uint8))
+    return pixels, broken
 
 
-_MAKERS: dict[str, Callable[[Source, int, NDArray[np.int64], int], Arrays]] = {
+_MAKERS: dict[str, Callable[[Source, int, NDArray[np.int64], int, Set[int]], Arrays]] = {
     SAMPLES: _samples,
     PATCHES: _patches,
     LATENTS: _latents,
 }
-
-
-def count_broken(feeds: list[Arrays]) -> Counter[str]:
-    """Image file -> how often it was replaced."""
-    return Counter(path for feed in feeds for path in feed.broken)

@@ -1,18 +1,122 @@
-"""Whether a model takes the samples of an index: asked when a plan is made for them, and when a run starts."""
+"""How a model takes images, for those who index samples for it; and whether it takes those of an index: asked when a
+plan is made for them, and when a run starts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pipefit.data.multimodal.images import CHANNELS
+from pipefit.data.multimodal.images import CHANNELS, ImageRule
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.errors import DataError
+from pipefit.model.configs.multimodal import MultimodalConfig
 from pipefit.model.graph import Layer, Model, Tensor
+from pipefit.model.registry import resolve, typed_config
 
-FLAGS = {IMAGE: "--patch", GENERATE: "--latent-patch"}
-"""Of `pipefit data`: the side of a patch."""
+FLAGS = {
+    IMAGE: {"patch": "--patch", "max_patches": "--max-patches", "side": "--side", "start_token": "--start-token"},
+    GENERATE: {"patch": "--latent-patch", "max_patches": "--max-latents"},
+}
+"""The fields of an image rule as options of `pipefit data`."""
+
+FIXED = ("patch", "start_token")
+"""Fields of which a model takes one value; positions are interpolated, so images may be of any size."""
+
+FAMILY = "multimodal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """How a model takes samples."""
+
+    images: ImageRule | None
+    "None: it looks at none."
+    generated: ImageRule | None
+    "None: it generates none, or latents that are no pixels."
+    vocabulary: int
+    "Token ids that it knows."
+
+    def rule(self, kind: int) -> ImageRule | None:
+        return self.generated if kind == GENERATE else self.images
+
+
+def taken_by(model: str) -> Taken:
+    """What `--model` names, asked how it takes images: as large as its tables of positions, at most.
+
+    Raises ModelError or FormatError as `resolve` does, and DataError where it is no model of images or of images of
+    other than three channels.
+    """
+    described = resolve(model)
+    if described.family != FAMILY:
+        raise DataError(
+            "This model does not say how it takes images.",
+            where="--model",
+            seen=f"{model}, of the family {described.family}",
+            allowed="a model with an image encoder or an image generator",
+            next_step="leave --model out, and say --patch and the like",
+        )
+    return taken(typed_config(described.family, described.config, model))
+
+
+def taken(config: Any) -> Taken:
+    """How the model of this configuration takes samples. Raises DataError as `taken_by` does."""
+    assert isinstance(config, MultimodalConfig)
+    vision, generator = config.vision, config.generator
+    if vision is not None and vision.num_channels != CHANNELS:
+        raise DataError(
+            "The images of an index have three channels, red, green and blue, and the model takes others.",
+            where="vision, num_channels",
+            seen=vision.num_channels,
+            allowed=str(CHANNELS),
+        )
+    looked = None
+    if vision is not None:
+        looked = ImageRule(patch=vision.patch_size, max_patches=vision.side**2, start_token=vision.start_token)
+    drawn = pixel_side(generator.latent_size) if generator is not None else 0
+    return Taken(
+        images=looked,
+        generated=ImageRule(patch=drawn, max_patches=generator.grid_size**2)
+        if generator is not None and drawn
+        else None,
+        vocabulary=config.language.vocab_size,
+    )
+
+
+def pixel_side(values: int) -> int:
+    """The side of the square of pixels that has so many numbers; 0 if none has."""
+    side = math.isqrt(values // CHANNELS)
+    return side if CHANNELS * side**2 == values else 0
+
+
+def rule_for(found: Taken | None, kind: int, given: Mapping[str, Any]) -> ImageRule:
+    """The rule for images of a kind: as the model takes them, or by default, but for what was `given` (None: was not).
+    Raises DataError where that cannot be with this model."""
+    known = found.rule(kind) if found is not None else None
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name in FIXED:
+        if known is not None and name in asked and asked[name] != getattr(known, name):
+            raise DataError(
+                "The model takes images that are cut otherwise.",
+                where=FLAGS[kind][name],
+                seen=asked[name],
+                allowed=str(getattr(known, name)),
+                next_step="leave the option out: the model says it",
+            )
+    return replace(known or ImageRule(), **asked)
+
+
+def check_vocabulary(vocabulary: int, known: int, where: str) -> None:
+    """Raises DataError for a tokenizer with more tokens than a model knows."""
+    if vocabulary > known:
+        raise DataError(
+            "The tokenizer of the index has more tokens than the model knows.",
+            where=where,
+            seen=vocabulary,
+            allowed=f"at most {known}",
+        )
 
 
 def check_index(model: Model, index: Index, rows: SampleRows) -> None:
@@ -37,21 +141,46 @@ def check_index(model: Model, index: Index, rows: SampleRows) -> None:
             )
         values = index.rule(kind).patch_values
         if space in spaces and name in widths and widths[name][0] != values:
+            side = pixel_side(int(widths[name][0]))
             raise DataError(
                 "The images are cut into other patches than the model takes.",
                 where=str(index.folder),
                 seen=f"{values} numbers a patch of images {words}",
                 allowed=f"{widths[name][0]}",
-                next_step=f"pipefit data SOURCE -o INDEX {FLAGS[kind]} {math.isqrt(int(widths[name][0]) // CHANNELS)}",
+                next_step=f"pipefit data SOURCE -o INDEX --model MODEL, or {FLAGS[kind]['patch']} {side}"
+                if side
+                else "a model whose patches are square and of three channels",
             )
-    known = model.config["language"].get("vocab_size") if "language" in model.config else None
-    if known is not None and index.summary.vocabulary > int(known):
+    if model.family == FAMILY:
+        _check_rules(taken(typed_config(model.family, model.config)), index, rows)
+
+
+def _check_rules(found: Taken, index: Index, rows: SampleRows) -> None:
+    """What the widths of inputs do not tell: start tokens, and token ids."""
+    rule = index.rule(IMAGE)
+    if found.images is not None and rows.counts[PATCHES].any() and rule.start_token != found.images.start_token:
         raise DataError(
-            "The tokenizer of the index has more tokens than the model knows.",
+            "Images begin with a token of their own in the index and not in the model, or the other way round.",
             where=str(index.folder),
-            seen=index.summary.vocabulary,
-            allowed=f"at most {known}",
+            seen=_start_token(rule.start_token),
+            allowed=_start_token(found.images.start_token),
+            next_step="pipefit data SOURCE -o INDEX --model MODEL",
         )
+    check_vocabulary(index.summary.vocabulary, found.vocabulary, str(index.folder))
+    request = index.summary.request
+    for name, token in (("image_token", request.image_token), ("generation_token", request.generation_token)):
+        if token >= found.vocabulary:
+            raise DataError(
+                "The id that stands for images is no token of the model.",
+                where=f"{index.folder}, {name}",
+                seen=token,
+                allowed=f"below {found.vocabulary}",
+                next_step=f"pipefit data SOURCE -o INDEX --{name.replace('_', '-')} ID",
+            )
+
+
+def _start_token(some: bool) -> str:
+    return "with a start token" if some else "without a start token"
 
 
 def data_inputs(model: Model, layers: Iterable[Layer]) -> dict[str, Tensor]:

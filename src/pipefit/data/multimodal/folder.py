@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pipefit.data.multimodal.manifest import Part, Sample, is_manifest, read_manifest
+from pipefit.data.multimodal.manifest import Part, Sample, is_manifest, read_manifest, shown
 from pipefit.errors import DataError
 
 Task = Literal["caption", "generate"]
@@ -43,7 +43,7 @@ def write_manifest(folder: Path, target: Path, task: Task = "caption") -> int:
     if not folder.is_dir():
         raise DataError("A manifest is made of a folder of images.", where=str(folder), seen="no folder")
     base = os.path.relpath(folder.absolute(), target.absolute().parent)
-    lines = [json.dumps(_row(sample, base), ensure_ascii=False) for sample in _of_folder(folder, task)]
+    lines = [_line(_row(sample, base)) for sample in _of_folder(folder, task)]
     try:
         target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
@@ -71,6 +71,12 @@ def _of_folder(folder: Path, task: Task) -> Iterator[Sample]:
         parts = [Part(kind="image" if caption else "generate", value=path.as_posix())]
         parts.insert(1 if caption else 0, Part(kind="text", value=text, learn=caption))
         yield Sample(name=path.with_suffix("").as_posix(), parts=tuple(parts), where=str(folder / path))
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Readable where the names of files are text, escaped where they hold other bytes."""
+    line = json.dumps(row, ensure_ascii=False)
+    return line if shown(line) == line else json.dumps(row)
 
 
 def _row(sample: Sample, base: str) -> dict[str, Any]:

@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 
 from pipefit.errors import DataError
 
-BLANK = 127
-"""The value of every pixel of an image that cannot be decoded: about 0 once normalised."""
-
 CHANNELS = 3
 
 _ORIENTATION, _TURNED = 0x0112, frozenset({5, 6, 7, 8})
@@ -31,6 +28,9 @@ _TRANSPOSED = {
     8: "ROTATE_90",
 }  # fmt: skip
 """What undoes each value of the tag, in Pillow's names."""
+
+_GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
+"""Modes of Pillow with more than 8 bits of grey, which it would cut off above 255 instead of scaling them."""
 
 
 class BrokenImageError(Exception):
@@ -99,17 +99,20 @@ def read_size(path: Path, check: bool) -> ImageSize:
             width, height = height, width
         if check:
             _loaded(image)
-    return ImageSize(width, height, os.path.getsize(path))
+        if image.mode == "F" or (check and image.mode in _GREY_16):
+            _rgb(image)
+    return ImageSize(width, height, _file_bytes(path))
 
 
-def read_patches(path: Path, width: int, height: int, rule: ImageRule) -> NDArray[np.uint8]:
+def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
     """(tokens, channels * patch * patch) uint8, row by row; within a patch channel, then row, then column. The start
     token, where there is one, comes first and is zeros.
 
-    Raises BrokenImageError if the file is no image any more, or has another size than `width` and `height`.
+    Raises BrokenImageError if the file is no image any more, or is not as large as it was `indexed`.
     """
     from PIL import Image
 
+    width, height, file_bytes = indexed
     rows, columns = rule.grid(width, height)
     target = columns * rule.patch, rows * rule.patch
     with _opened(path) as image:
@@ -119,10 +122,12 @@ def read_patches(path: Path, width: int, height: int, rule: ImageRule) -> NDArra
             raise BrokenImageError(f"{image.size[0]} x {image.size[1]} pixels where {width} x {height} were indexed")
         image.draft("RGB", target[::-1] if turned else target)  # JPEG decodes to half or a quarter at once
         _loaded(image)
-        seen = image.convert("RGB")
+        seen = _rgb(image)
         if orientation in _TRANSPOSED:
             seen = seen.transpose(Image.Transpose[_TRANSPOSED[orientation]])
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
+    if _file_bytes(path) != file_bytes:
+        raise BrokenImageError(f"another file: {_file_bytes(path)} bytes where {file_bytes} were indexed")
     return _with_start(to_patches(pixels_HWC, rule.patch), rule)
 
 
@@ -131,12 +136,6 @@ def to_patches(pixels_HWC: NDArray[np.uint8], patch: int) -> NDArray[np.uint8]:
     height, width, channels = pixels_HWC.shape
     tiles = pixels_HWC.reshape(height // patch, patch, width // patch, patch, channels)
     return np.ascontiguousarray(tiles.transpose(0, 2, 4, 1, 3)).reshape(-1, channels * patch**2)
-
-
-def blank_patches(width: int, height: int, rule: ImageRule) -> NDArray[np.uint8]:
-    """What stands for an image that cannot be decoded: as many patches, all of one grey."""
-    rows, columns = rule.grid(width, height)
-    return _with_start(np.full((rows * columns, rule.patch_values), BLANK, dtype=np.uint8), rule)
 
 
 def grid_places(width: int, height: int, rule: ImageRule) -> NDArray[np.int64]:
@@ -166,13 +165,20 @@ def _opened(path: Path) -> Any:
     """A PIL image whose header has been read."""
     from PIL import Image
 
-    if not path.is_file():
+    if not os.path.isfile(path):  # never raises
         raise BrokenImageError("there is no such file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(path)
     except Exception as error:  # decoders raise whatever their format makes them
+        raise BrokenImageError(_reason(error)) from None
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
         raise BrokenImageError(_reason(error)) from None
 
 
@@ -190,6 +196,23 @@ def _loaded(image: Any) -> None:
     try:
         image.load()
     except Exception as error:  # decoders raise whatever their format makes them
+        raise BrokenImageError(_reason(error)) from None
+
+
+def _rgb(image: Any) -> Any:
+    """A decoded image with 8 bits a channel. What is transparent has the colour that the file gives it."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise BrokenImageError("pixels are floating-point numbers, whose range nobody knows")
+    if image.mode in _GREY_16:
+        grey_HW = np.asarray(image).astype(np.int64)
+        if grey_HW.min() < 0 or grey_HW.max() > 65535:
+            raise BrokenImageError("grey of more than 16 bits")
+        image = Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # modes that Pillow reads and does not convert
         raise BrokenImageError(_reason(error)) from None
 
 

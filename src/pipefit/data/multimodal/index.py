@@ -13,7 +13,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from pipefit.codec import dump_text, from_data
 from pipefit.data.multimodal.folder import Task, read_samples
 from pipefit.data.multimodal.images import BrokenImageError, ImageRule, ImageSize, read_size, require_pillow
-from pipefit.data.multimodal.manifest import Part, Sample
+from pipefit.data.multimodal.manifest import Part, Sample, shown
 from pipefit.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from pipefit.errors import DataError, FormatError
 
@@ -62,6 +61,12 @@ class IndexRequest:
     "What a broken or absent image does: end the indexing, or leave its sample out (counted and reported)."
     check: Check = "decode"
     "`decode` reads every image whole; `header` its size only, and what is broken behind it is found in training."
+
+    def __post_init__(self) -> None:
+        """Raises DataError for token ids below 0."""
+        for option, token in (("--image-token", self.image_token), ("--generation-token", self.generation_token)):
+            if token < 0:
+                raise DataError("This is no token id.", where=option, seen=token, allowed="0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +117,11 @@ class Index:
         self.images: NDArray[Any] = arrays["images"]
         "(images, 3): width, height, bytes of the file."
         self._texts, self._text_ends = arrays["texts"], arrays["text_ends"]
+        lengths = [len(self.sample_parts) - 1, len(self.images), len(self.tokens), len(self._text_ends)]
+        said = [summary.samples, summary.images, summary.tokens, summary.samples + summary.images]
+        ends = [int(self.sample_parts[-1]), int(self._text_ends[-1])]
+        if lengths != said or ends != [len(self.parts), len(self._texts)]:
+            raise ValueError("its arrays are of another index")
 
     @property
     def samples(self) -> int:
@@ -131,7 +141,7 @@ class Index:
 
     def _text(self, number: int) -> str:
         start = int(self._text_ends[number - 1]) if number else 0
-        return bytes(self._texts[start : int(self._text_ends[number])]).decode("utf-8")
+        return bytes(self._texts[start : int(self._text_ends[number])]).decode("utf-8", "surrogatepass")
 
 
 def make_index(request: IndexRequest, folder: Path, threads: int = 8) -> IndexSummary:
@@ -140,6 +150,8 @@ def make_index(request: IndexRequest, folder: Path, threads: int = 8) -> IndexSu
     Raises DataError for a source that is missing, broken or empty, for an image that is broken or absent unless
     `on_broken` is `skip`, and if `folder` cannot be written or is something else.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     require_pillow()
     source = Path(request.source).expanduser()
     tokenizer = load_tokenizer(request.tokenizer)
@@ -161,7 +173,7 @@ def open_index(folder: Path) -> Index:
         if summary.format != _FORMAT:
             raise ValueError(f"format {summary.format}, not {_FORMAT}")
         return Index(folder, summary)
-    except (OSError, ValueError, FormatError) as error:
+    except (OSError, ValueError, EOFError, FormatError) as error:
         raise DataError(
             "This is no index of samples, or a damaged one.",
             where=str(folder),
@@ -200,7 +212,7 @@ class _Builder:
                 self._reported += [broken] if len(self._reported) < _REPORTED else []
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        texts = [name.encode("utf-8") for name in (*self._names, *self._paths)]
+        texts = [name.encode("utf-8", "surrogatepass") for name in (*self._names, *self._paths)]
         vocabulary = self._tokenizer.vocabulary
         kind = np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
         return {
@@ -243,7 +255,9 @@ class _Builder:
         try:
             return read_size(self._root / part.value, check=self._request.check == "decode")
         except BrokenImageError as error:
-            return LeftOut(sample=sample.name, where=sample.where, image=part.value, reason=str(error))
+            return LeftOut(
+                sample=shown(sample.name), where=shown(sample.where), image=shown(part.value), reason=str(error)
+            )
 
     def _append(self, sample: Sample, sizes: Sizes) -> None:
         for part, size in zip(sample.parts, sizes, strict=True):
@@ -254,7 +268,7 @@ class _Builder:
         if self._tokenizer.separator is not None:
             self._append_text(END, np.array([self._tokenizer.separator], dtype=np.int64))
         self._sample_parts.append(len(self._parts))
-        self._names.append(sample.name)
+        self._names.append(shown(sample.name))
 
     def _append_image(self, part: Part, size: ImageSize) -> None:
         generate = part.kind == "generate"
@@ -302,6 +316,7 @@ def _write(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary)
             where=str(folder),
             allowed="a name that is free, or an index, which is replaced",
         )
+    folder = folder.absolute()  # "." has no name
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
         aside.mkdir(parents=True)

@@ -7,18 +7,18 @@ relative to the manifest. In parquet, `parts` is a list of structs with the same
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipefit.data.sources import column_values
+from pipefit.data.sources import column_values, json_lines
 from pipefit.errors import DataError
 
 PartKind = Literal["text", "image", "generate"]
 
 _KINDS: tuple[PartKind, ...] = ("text", "image", "generate")
+_LINE = 'one sample a line, as {"id": "1", "parts": [{"image": "a.jpg"}, {"text": "a dog"}]}'
 _JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")
 
 
@@ -43,6 +43,11 @@ class Sample:
     "File and line or row, for messages."
 
 
+def shown(text: str) -> str:
+    """A name that can be printed and written as UTF-8: names of files may hold bytes that are none."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
 def is_manifest(path: Path) -> bool:
     """Whether the file's name says that it is a manifest."""
     return path.suffix in _JSONL + _PARQUET
@@ -57,30 +62,8 @@ def read_manifest(path: Path) -> Iterator[Sample]:
         return
     if path.suffix not in _JSONL:
         raise DataError("This is no manifest.", where=str(path), allowed=", ".join(_JSONL + _PARQUET))
-    for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield _sample(_parsed(line, where), where, str(number))
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError("The manifest cannot be read.", where=str(path), seen=error) from None
-
-
-def _parsed(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise DataError(
-            "The line is not valid JSON.",
-            where=where,
-            seen=f"{error}: {line[:60]!r}",
-            allowed='one sample a line, as {"id": "1", "parts": [{"image": "a.jpg"}, {"text": "a dog"}]}',
-            next_step="remove or mend the line; the file may have been cut short",
-        ) from None
+    for number, row in json_lines(path, allowed=_LINE):
+        yield _sample(row, f"{path}, line {number}", str(number))
 
 
 def _sample(row: Any, where: str, number: str) -> Sample:

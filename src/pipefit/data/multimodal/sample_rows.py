@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.data.multimodal.index import END, GENERATE, IMAGE, TEXT, Index
-from pipefit.data.rows import NO_ROW, Rows
+from pipefit.data.rows import NO_ROW, Rows, check_held_out
 from pipefit.errors import DataError
 
 SAMPLES, PATCHES, LATENTS = "samples", "patches", "latents"
@@ -139,13 +139,7 @@ def _packed(lengths: Ints, sequence: int) -> Ints:
 
 
 def _held_out(count: int, batch: int, held_out: float, where: str) -> int:
-    if held_out < 0 or (held_out >= 1 and held_out != int(held_out)):
-        raise DataError(
-            "This is no part of the rows to hold out.",
-            where="--held-out",
-            seen=held_out,
-            allowed="a fraction from 0 up to 1, or a whole number of rows",
-        )
+    check_held_out(held_out, "--held-out")
     kept = int(held_out) if held_out >= 1 else int(count * held_out) // batch * batch
     if kept >= count:
         raise DataError(

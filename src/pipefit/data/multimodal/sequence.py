@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import NO_ROW
 
 Ints = NDArray[np.int64]
+
+NONE: frozenset[int] = frozenset()
+"""No sample is left out."""
 
 
 class ImageUse(NamedTuple):
@@ -43,14 +47,14 @@ class Sequence(NamedTuple):
     "Where the latent patches that are generated stand, in their order."
 
 
-def sequence_of(index: Index, rows: SampleRows, row: int) -> Sequence:
-    """The arrays of one row; NO_ROW is an empty one."""
+def sequence_of(index: Index, rows: SampleRows, row: int, left_out: Set[int] = NONE) -> Sequence:
+    """The arrays of one row without the samples that are `left_out`; NO_ROW is an empty one."""
     sequence = rows.sequence
     tokens_T, labels_T = np.zeros(sequence, dtype=np.int64), np.full(sequence, IGNORE, dtype=np.int64)
     starts_T = np.zeros(sequence, dtype=np.int64)
     places: dict[int, list[Ints]] = {IMAGE: [np.zeros(0, np.int64)], GENERATE: [np.zeros(0, np.int64)]}
     at = 0
-    for sample in samples_of(rows, row):
+    for sample in samples_of(rows, row, left_out):
         begin = at
         for kind, first, count in _parts(index, sample):
             stop = at + count
@@ -69,10 +73,10 @@ def sequence_of(index: Index, rows: SampleRows, row: int) -> Sequence:
     )  # fmt: skip
 
 
-def images_of(index: Index, rows: SampleRows, row: int, kind: int) -> list[ImageUse]:
-    """The images of this kind in a row, in their order."""
+def images_of(index: Index, rows: SampleRows, row: int, kind: int, left_out: Set[int] = NONE) -> list[ImageUse]:
+    """The images of this kind in a row, in their order, without those of samples that are `left_out`."""
     found = []
-    for sample in samples_of(rows, row):
+    for sample in samples_of(rows, row, left_out):
         pictures = [part for part in _parts(index, sample) if part[0] in (IMAGE, GENERATE)]
         found += [
             ImageUse(of_kind, image, sample, place, tokens)
@@ -82,12 +86,12 @@ def images_of(index: Index, rows: SampleRows, row: int, kind: int) -> list[Image
     return found
 
 
-def samples_of(rows: SampleRows, row: int) -> list[int]:
-    """The numbers, in the index, of a row's samples."""
+def samples_of(rows: SampleRows, row: int, left_out: Set[int] = NONE) -> list[int]:
+    """The numbers, in the index, of a row's samples, without those that are `left_out`."""
     if row == NO_ROW:
         return []
     found: list[int] = rows.samples[rows.starts[row] : rows.starts[row + 1]].tolist()
-    return found
+    return [sample for sample in found if sample not in left_out] if left_out else found
 
 
 def _parts(index: Index, sample: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipefit.data.multimodal.arrange import arranged
-from pipefit.data.multimodal.sample_rows import LATENTS, SAMPLES, SampleRows
+from pipefit.data.multimodal.sample_rows import LATENTS, SAMPLES, Ints, SampleRows
 from pipefit.data.stepplan import BatchShape, StepPlan, evaluation_plan, step_plan
 from pipefit.plan.types import Plan
 
@@ -35,6 +35,12 @@ def counted(made: StepPlan, rows: SampleRows) -> StepPlan:
     """The same step with its counts and divisors."""
     counts = {space: rows.of(values, made.rows) for space, values in rows.counts.items()}
     counts[SAMPLES] = np.full(len(made.rows), rows.sequence, dtype=np.int64)
-    latents = int(np.sum(counts[LATENTS]))
-    divisors = {SAMPLES: made.divisor, LATENTS: max(1, latents * rows.latent_values)}
-    return replace(made, counts=counts, divisors=divisors)
+    return with_labels(replace(made, counts=counts), rows, rows.labels(made.rows))
+
+
+def with_labels(made: StepPlan, rows: SampleRows, labels: Ints) -> StepPlan:
+    """The same step, whose rows have so many `labels` (batch,), with the divisors of its counts."""
+    divisor = max(1, int(labels.sum()))
+    latents = int(np.sum(made.counts[LATENTS]))
+    divisors = {SAMPLES: divisor, LATENTS: max(1, latents * rows.latent_values)}
+    return replace(made, divisor=divisor, divisors=divisors)

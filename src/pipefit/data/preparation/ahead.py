@@ -2,12 +2,14 @@
 
 Nothing here is saved. A step is a function of the recipe and its number, so a run that resumes at step k, after a kill
 or under another plan, asks for step k and gets what it would have had; what had been prepared beyond it is made anew.
+The one exception is an image that breaks while the run goes on: all ranks agree which samples are left out from which
+step on (`together`), and a checkpoint has their numbers (`left_out`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.feeds import Arrays, OnBroken, Source, feed_bytes, run_feed
+from pipefit.data.multimodal.broken import Broken, OnBroken, broken_since, merged, places_with, without
+from pipefit.data.multimodal.feeds import Arrays, Source, feed_bytes, run_feed
 from pipefit.data.multimodal.index import GENERATE, IMAGE, open_index
 from pipefit.data.multimodal.sample_rows import LATENTS, OnLong, rows_of_index
+from pipefit.data.multimodal.sequence import images_of, samples_of
 from pipefit.data.multimodal.step import multimodal_evaluation, multimodal_step
 from pipefit.data.preparation.pool import Pool
 from pipefit.data.stepplan import BatchShape, StepPlan
+from pipefit.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +39,20 @@ class Recipe:
     held_out: float = 0.0
     pack: bool = False
     on_long: OnLong = "fail"
-    on_broken: OnBroken = "fail"
+    digest: str = ""
+    "Of the index; where it stands here, an index that has taken its place is refused."
 
     def source(self) -> Source:
-        """The index and its rows. Raises DataError as `open_index` and `rows_of_index` do."""
+        """The index and its rows. Raises DataError as `open_index` and `rows_of_index` do, and for another index."""
         index = open_index(Path(self.index))
+        if self.digest and index.summary.digest != self.digest:
+            raise DataError(
+                "The index is another one than when the run began.",
+                where=self.index,
+                seen=index.summary.digest,
+                allowed=self.digest,
+                next_step="give a new index another name, and start the run again",
+            )
         rows = rows_of_index(
             index,
             self.shape.sequence,
@@ -47,7 +61,7 @@ class Recipe:
             pack=self.pack,
             on_long=self.on_long,
         )
-        return Source(index=index, rows=rows, seed=self.shape.seed, on_broken=self.on_broken)
+        return Source(index=index, rows=rows, seed=self.shape.seed)
 
     def open(self) -> Callable[[Any], Any]:
         """What a worker does with a request (see Maker)."""
@@ -56,7 +70,7 @@ class Recipe:
         def make(request: StepRequest | FeedRequest) -> Any:
             if isinstance(request, StepRequest):
                 return multimodal_step(self.shape, source.rows, request.step)
-            return run_feed(source, request.space, request.step, request.rows, request.first)
+            return run_feed(source, *request)
 
         return make
 
@@ -74,6 +88,8 @@ class FeedRequest(NamedTuple):
     step: int
     rows: NDArray[np.int64]
     first: int
+    left_out: frozenset[int] = frozenset()
+    "Samples of these rows that the run goes on without."
 
 
 class Place(NamedTuple):
@@ -93,55 +109,119 @@ class PreparedStep:
     "(stage, microbatch of the stage) -> its arrays."
 
 
+_ALL_BROKEN = 4
+"""So many samples with images, and none of them whole, are no accident."""
+
+Together = Callable[[list[Broken]], list[Broken]]
+"""What this device found broken -> what all devices of the run did, the same everywhere. All call it together, once or
+more a step."""
+
+Key = tuple[int, int]
+"""(stage, microbatch of the stage)."""
+
+
 class Ahead:
     """The steps of one device's places. `pool` None prepares in the trainer's own process when it asks."""
 
     def __init__(
-        self, recipe: Recipe, places: tuple[Place, ...], pool: Pool | None, *, window: int = 2, stop: int | None = None
+        self,
+        recipe: Recipe,
+        places: tuple[Place, ...],
+        pool: Pool | None,
+        *,
+        window: int = 2,
+        stop: int | None = None,
+        on_broken: OnBroken = "fail",
+        together: Together = merged,
     ) -> None:
-        """`window`: steps that are prepared ahead, at most, credits permitting; `stop`: there is no such step any more.
+        """`window`: steps that are prepared ahead, at most, credits permitting; `stop`: there is no such step any more;
+        `on_broken` and `together`: what images do that have broken since they were indexed, and how devices agree.
 
         Raises DataError as `Recipe.source` does. The pool's workers must have been told the same recipe.
         """
         self.recipe, self.places = recipe, places
         self.source = recipe.source()
         self._pool, self._window, self._stop = pool, window, stop
+        self._on_broken, self._together = on_broken, together
         self._next: int | None = None
         self._asked = self._fed = 0
         self._plans: dict[int, StepPlan] = {}
+        self._requested: dict[int, dict[Key, FeedRequest]] = {}
         self.waited_s: list[float] = []
         "Seconds that the trainer waited for each step that it took."
-        self.broken: dict[str, str] = {}
-        "Image files that were broken when they were read, and why: each was replaced by a blank image."
+        self.left_out: frozenset[int] = frozenset()
+        "Samples that the run goes on without, for their images are broken: the same on all devices."
+        self.found: list[Broken] = []
+        "The images for which samples were left out since this began."
+
+    def prepare_by(self, pool: Pool | None) -> None:
+        """Have the steps to come made by this pool, whose workers know the same recipe."""
+        self._pool = pool
+
+    def leave_out(self, samples: Collection[int]) -> None:
+        """Go on without these samples, too, as a run did before its checkpoint."""
+        self.left_out |= frozenset(samples)
 
     def take(self, step: int) -> PreparedStep:
-        """A step. The one after the last is ready soonest; any other starts preparation there."""
+        """A step. The one after the last is ready soonest; any other starts preparation there. Raises
+        BrokenSinceError, on all devices, where any of them has found a broken image and `on_broken` is `fail`."""
         began_s = time.perf_counter()
-        prepared = self._alone(step) if self._pool is None else self._pooled(step, self._pool)
+        if self._pool is None:
+            plan = multimodal_step(self.recipe.shape, self.source.rows, step)
+            requested = dict(self._requests(plan))
+            feeds = {key: run_feed(self.source, *request) for key, request in requested.items()}
+        else:
+            plan, requested, feeds = self._pooled(step, self._pool)
+        prepared = self._settled(plan, requested, feeds, f"step {step + 1}")
         self.waited_s.append(time.perf_counter() - began_s)
-        for arrays in prepared.feeds.values():
-            self.broken |= arrays.broken
         return prepared
 
     def evaluation(self, index: int) -> PreparedStep:
-        """Batch `index` of an evaluation, made here: its images are the same every time."""
+        """Batch `index` of an evaluation, made here: its images are the same every time. Raises as `take` does."""
         plan = multimodal_evaluation(self.recipe.shape, self.source.rows, index)
-        return self._made(plan)
+        requested = dict(self._requests(plan))
+        feeds = {key: run_feed(self.source, *request) for key, request in requested.items()}
+        return self._settled(plan, requested, feeds, f"batch {index + 1} of the evaluation")
 
-    def _alone(self, step: int) -> PreparedStep:
-        return self._made(multimodal_step(self.recipe.shape, self.source.rows, step))
+    def _settled(
+        self, plan: StepPlan, requested: dict[Key, FeedRequest], feeds: dict[Key, Arrays], when: str
+    ) -> PreparedStep:
+        """The step without the samples that are left out, once no device finds any more. What was asked for before one
+        of its samples was left out is made again, here."""
+        while True:
+            for key, request in self._requests(plan):
+                if request.left_out != requested[key].left_out:
+                    requested[key], feeds[key] = request, run_feed(self.source, *request)
+            found = self._together([each for arrays in feeds.values() for each in arrays.broken])
+            if not found:
+                return PreparedStep(plan=self._without(plan), feeds=feeds)
+            if self._on_broken == "fail":
+                raise broken_since(found, when)
+            self.found += found
+            self.leave_out([each.sample for each in found])
+            self._require_some(plan, found, when)
 
-    def _made(self, plan: StepPlan) -> PreparedStep:
-        feeds = {
-            key: run_feed(self.source, request.space, request.step, request.rows, request.first)
-            for key, request in self._requests(plan)
+    def _require_some(self, plan: StepPlan, found: list[Broken], when: str) -> None:
+        """Raises BrokenSinceError, on all devices, where not one image of several samples can be read: a disk is gone,
+        or the index was moved without its images."""
+        index, rows = self.source.index, self.source.rows
+        with_images = {
+            use.sample
+            for row in plan.rows.tolist()
+            for kind in (IMAGE, GENERATE)
+            for use in images_of(index, rows, row, kind)
         }
-        return PreparedStep(plan=plan, feeds=feeds)
+        if len(with_images) >= _ALL_BROKEN and with_images <= self.left_out:
+            raise broken_since(found, f"{when}, whose samples with images are all broken")
 
-    def _pooled(self, step: int, pool: Pool) -> PreparedStep:
+    def _without(self, plan: StepPlan) -> StepPlan:
+        return without(plan, self.source.index, self.source.rows, self.left_out) if self.left_out else plan
+
+    def _pooled(self, step: int, pool: Pool) -> tuple[StepPlan, dict[Key, FeedRequest], dict[Key, Arrays]]:
         if self._next != step:
             pool.clear()
             self._plans.clear()
+            self._requested.clear()
             self._asked = self._fed = step
         self._next = step + 1
         last = max(step, step + self._window if self._stop is None else min(step + self._window, self._stop - 1))
@@ -152,18 +232,24 @@ class Ahead:
             self._plans[self._fed] = pool.take(("step", self._fed))
             self._add_feeds(pool, self._plans[self._fed])
             self._fed += 1
-        plan = self._plans.pop(step)
-        feeds = {key: pool.take(("feed", step, *key)) for key, _ in self._requests(plan)}
-        return PreparedStep(plan=plan, feeds=feeds)
+        requested = self._requested.pop(step)
+        return self._plans.pop(step), requested, {key: pool.take(("feed", step, *key)) for key in requested}
 
     def _add_feeds(self, pool: Pool, plan: StepPlan) -> None:
-        for key, request in self._requests(plan):
+        self._requested[plan.step] = dict(self._requests(plan))
+        for key, request in self._requested[plan.step].items():
             rule = self.source.index.rule(GENERATE if request.space == LATENTS else IMAGE)
             size_bytes = feed_bytes(self.source.rows, request.space, request.rows, rule.patch_values)
             pool.add(("feed", plan.step, *key), request, size_bytes, request.space)
 
-    def _requests(self, plan: StepPlan) -> Iterator[tuple[tuple[int, int], FeedRequest]]:
+    def _requests(self, plan: StepPlan) -> Iterator[tuple[Key, FeedRequest]]:
         for stage, space, replica in self.places:
-            for microbatch in range(plan.shape.stage_microbatches(stage)):
+            for microbatch in plan.shape.units(stage):
                 start, stop = plan.run(stage, microbatch, replica)
-                yield (stage, microbatch), FeedRequest(space, plan.step, plan.rows[start:stop], start)
+                rows = plan.rows[start:stop]
+                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, self._left_out_of(rows))
+
+    def _left_out_of(self, rows: NDArray[np.int64]) -> frozenset[int]:
+        known, chosen = self.source.rows, rows.tolist()
+        places = places_with(known, chosen, self.left_out)
+        return self.left_out & {sample for place in places for sample in samples_of(known, chosen[place])}

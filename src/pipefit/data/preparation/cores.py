@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.data.multimodal.images import BrokenImageError, read_patches
+from pipefit.data.multimodal.images import BrokenImageError, ImageSize, read_patches
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
 from pipefit.data.multimodal.sample_rows import SampleRows
 
@@ -75,13 +75,13 @@ def measured_rate(index: Index, images: int = 64) -> ImageRate:
     rows = []
     for place in np.unique(np.linspace(0, len(uses) - 1, min(images, len(uses))).astype(np.int64)):
         kind, image, tokens = uses[place].tolist()
-        width, height, _ = index.images[image].tolist()
+        size = ImageSize(*index.images[image].tolist())
         began_s = time.process_time()
         try:
-            read_patches(index.image_path(image), width, height, index.rule(kind))
+            read_patches(index.image_path(image), size, index.rule(kind))
         except BrokenImageError:
             continue
-        rows.append((1.0, float(width * height), float(tokens), time.process_time() - began_s))
+        rows.append((1.0, float(size.width * size.height), float(tokens), time.process_time() - began_s))
     return _fitted(np.array(rows)) if rows else ImageRate(image_s=0, pixel_s=0, patch_s=0)
 
 

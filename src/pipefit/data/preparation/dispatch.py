@@ -8,10 +8,11 @@ beyond the time limit is killed. All of that is safe since tasks are pure.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from pipefit.data.preparation.executor import Died, Event, Finished, Key, Up
 from pipefit.errors import DataError, PipefitError
@@ -203,7 +204,7 @@ class Dispatcher:
         rates_s = self._rates_s.get(task.kind)
         if not rates_s:
             return self.limits.timeout_s / 2  # nothing is known of its kind
-        expected_s = statistics.median(rates_s) * max(1, task.size_bytes)
+        expected_s = float(np.median(rates_s)) * max(1, task.size_bytes)
         return max(self.limits.hedge_after_s, self.limits.hedge_factor * expected_s)
 
     def _after_death(self, event: Died, task: _Task | None) -> None:

@@ -48,13 +48,7 @@ class DiffusionConfig:
 def read(config: Mapping[str, Any], where: str) -> DiffusionConfig:
     """The typed configuration. Raises ModelError."""
     fields = Fields(config, where)
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    fields.check(
-        hidden % heads == 0,
-        "The hidden size is no multiple of the attention heads.",
-        f"hidden_size {hidden}, num_attention_heads {heads}",
-        "a multiple",
-    )
+    hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
     return DiffusionConfig(
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size", default=4 * hidden),

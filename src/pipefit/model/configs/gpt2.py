@@ -83,13 +83,7 @@ class GPT2Config:
 def read(config: Mapping[str, Any], where: str) -> GPT2Config:
     """The typed configuration of a config.json. Raises ModelError."""
     fields = Fields(config, where)
-    width, heads = fields.count("n_embd", "hidden_size"), fields.count("n_head", "num_attention_heads")
-    fields.check(
-        width % heads == 0,
-        "The hidden size is no multiple of the attention heads.",
-        f"n_embd {width}, n_head {heads}",
-        "a multiple",
-    )
+    width, heads = fields.width_of_heads(("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
     if fields.number("attn_pdrop", default=0.1) > 0:
         warnings.warn(f"{where}: attn_pdrop is left out: attention is computed without dropout", stacklevel=2)
     return GPT2Config(

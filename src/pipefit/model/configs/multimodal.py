@@ -6,6 +6,9 @@
      "generator": {...}, "projector_hidden_act": "gelu", "frozen": ["vision"],
      "loss_weights": {"language": 1.0, "generator": 0.5}}
 
+A LLaVA's config.json (`model_type` llava, with a `vision_config` and a `text_config`) becomes such a model where it is
+one: the encoder's layers up to `vision_feature_layer`, no norm behind them, and every token of an image in its place.
+
 Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`, `language.model.layers.0...`.
 """
 
@@ -38,6 +41,8 @@ class MultimodalConfig:
     language: LlamaConfig
     generator: DiffusionConfig | None
     projector_activation: str
+    projector_norm: bool
+    "Whether the encoder's last norm stands in front of the projector."
     frozen: tuple[str, ...]
     loss_weights: Mapping[str, float]
     "Module with a loss -> the factor of its loss (per token, per element)."
@@ -58,6 +63,7 @@ class MultimodalConfig:
         if self.vision is not None:
             config |= {"vision": self.vision.to_config()}
             config |= {"projector_hidden_act": vision.HUGGING_FACE_ACTIVATION[self.projector_activation]}
+            config |= {} if self.projector_norm else {"projector_norm": False}
         config["language"] = self.language.to_config()
         if self.generator is not None:
             config["generator"] = self.generator.to_config()
@@ -78,6 +84,8 @@ class MultimodalConfig:
 
 def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
     """The typed configuration. Raises ModelError naming the part and the field."""
+    if config.get("model_type") == "llava":
+        config = _of_llava(Fields(config, where))
     fields = Fields(config, where)
     parts = {name: fields.value(name) for name in SPACES}
     for name, part in parts.items():
@@ -102,9 +110,65 @@ def read(config: Mapping[str, Any], where: str) -> MultimodalConfig:
         language=llama.read(of_language, f"{where}, language"),
         generator=None if parts["generator"] is None else diffusion.read(parts["generator"], f"{where}, generator"),
         projector_activation=fields.choice("projector_hidden_act", default="gelu", allowed=ACTIVATIONS),
+        projector_norm=fields.flag("projector_norm", default=True),
         frozen=frozen,
         loss_weights=_loss_weights(fields, parts["generator"] is not None),
     )
+
+
+_LLAMA_DEFAULTS = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                   "num_attention_heads": 32, "vocab_size": 32000}  # fmt: skip
+"""What a `text_config` of type llama leaves out where it is as in transformers."""
+
+
+def _of_llava(fields: Fields) -> dict[str, Any]:
+    """A LLaVA's configuration in our words. Raises ModelError where it is no model of this family."""
+    tower, text = fields.value("vision_config", default={}), fields.value("text_config", default={})
+    for name, part in (("vision_config", tower), ("text_config", text)):
+        if not isinstance(part, Mapping):
+            raise fields.wrong(name, part, "a configuration: an object")
+    kind = tower.get("model_type", "clip_vision_model")
+    fields.check(
+        kind in vision.MODEL_TYPES,
+        "The image encoder of this LLaVA is of no known type.",
+        f"vision_config, model_type {kind!r}",
+        f"{', '.join(vision.MODEL_TYPES)}; CLIP has a norm in front of its layers, and its start token is dropped",
+    )
+    strategy, layer = fields.value("vision_feature_select_strategy", default="default"), _feature_layer(fields, tower)
+    fields.check(
+        strategy == "full",
+        "This LLaVA drops the first token of every image.",
+        f"vision_feature_select_strategy {strategy!r}",
+        "'full': every token of the encoder is one of the language model",
+    )
+    fields.check(
+        fields.flag("multimodal_projector_bias", default=True),
+        "The projector of this LLaVA has no biases.",
+        "multimodal_projector_bias false",
+        "true",
+    )
+    language = {"model_type": "llama", **text}
+    language = {**(_LLAMA_DEFAULTS if language["model_type"] == "llama" else {}), **language}
+    if fields.flag("tie_word_embeddings", default=False):
+        language["tie_word_embeddings"] = True
+    return {
+        "model_type": "multimodal",
+        "vision": {**tower, "num_hidden_layers": layer},
+        "language": language,
+        "projector_hidden_act": fields.value("projector_hidden_act", default="gelu"),
+        "projector_norm": False,
+    }
+
+
+def _feature_layer(fields: Fields, tower: Mapping[str, Any]) -> int:
+    """How many layers of the encoder the projector stands behind: -1 is all of them, -2 all but one."""
+    layers = vision.read(tower, f"{fields.where}, vision_config").num_hidden_layers
+    layer = fields.value("vision_feature_layer", default=-2)
+    good = isinstance(layer, int) and not isinstance(layer, bool)
+    behind = (layer if layer >= 0 else layers + 1 + layer) if good else 0
+    if not 1 <= behind <= layers:
+        raise fields.wrong("vision_feature_layer", layer, f"one layer: 1 to {layers}, or -1 to -{layers} from behind")
+    return behind
 
 
 def _frozen(fields: Fields, modules: list[str]) -> tuple[str, ...]:
@@ -131,4 +195,6 @@ def _loss_weights(fields: Fields, generates: bool) -> dict[str, float]:
     return {name: float(given.get(name, 1.0)) for name in allowed}
 
 
-FAMILY = Family(name="multimodal", model_types=("multimodal",), read=read, builder="pipefit.model.families.multimodal")
+FAMILY = Family(
+    name="multimodal", model_types=("multimodal", "llava"), read=read, builder="pipefit.model.families.multimodal"
+)

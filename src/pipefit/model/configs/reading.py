@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipefit.errors import ModelError
@@ -55,6 +55,17 @@ class Fields:
         if value not in allowed:
             raise self.wrong(names[0], value, ", ".join(allowed))
         return allowed[value]
+
+    def width_of_heads(self, width: Sequence[str], heads: Sequence[str]) -> tuple[int, int]:
+        """(the hidden size, the attention heads that share it evenly), each by the first of its names that is there."""
+        found, count = self.count(*width), self.count(*heads)
+        self.check(
+            found % count == 0,
+            "The hidden size is no multiple of the attention heads.",
+            f"{width[0]} {found}, {heads[0]} {count}",
+            "a multiple",
+        )
+        return found, count
 
     def check(self, holds: bool, what: str, seen: object, allowed: str) -> None:
         """ModelError where fields contradict each other."""

@@ -147,13 +147,7 @@ def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     fields = Fields(config, where)
     model_type = fields.choice("model_type", default="", allowed=MODEL_TYPES)
     siglip = model_type == "siglip_vision_model"
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    fields.check(
-        hidden % heads == 0,
-        "The hidden size is no multiple of the attention heads.",
-        f"hidden_size {hidden}, num_attention_heads {heads}",
-        "a multiple",
-    )
+    hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
     image, patch = fields.count("image_size", default=224), fields.count("patch_size", default=16)
     fields.check(
         image >= patch,

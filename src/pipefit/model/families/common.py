@@ -33,16 +33,11 @@ class Leaf(nn.Module):
     """A module that is one operator of a graph by its own word, because its inside cannot be exported.
 
     A subclass sets `kind`, and gives the operator's attributes and its parameters in the operator's input order, where
-    the operator has any. Its tensor arguments come before the parameters. Its output has the shape and type of its
-    first argument, unless `operator_output` says otherwise.
+    the operator has any. Its tensor arguments come before the parameters. The operator's kind says the shape and type
+    of its output.
     """
 
     kind: str
-
-    def operator_output(self, *args: Tensor) -> tuple[int, int]:
-        """(argument whose shape the output has, features of a last dimension behind it): -1 features for none, 0 for
-        an output without any dimension, a loss."""
-        return 0, -1
 
     def operator_attributes(self) -> dict[str, Any]:
         return {}

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor
 
+from pipefit.model.ops import KINDS
+
 
 @torch.library.custom_op("pipefit::leaf", mutates_args=())
-def leaf(inputs: list[Tensor], kind: str, attributes: str, like: int = 0, features: int = -1) -> Tensor:
-    """An operator of kind `kind`: its tensor inputs in order, its attributes as JSON.
-
-    Its value has the shape of input `like`; with `features` > 0 a last dimension of that many behind it, with 0 no
-    dimension at all (a loss, float32). Its type is that of the first input.
-    """
+def leaf(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
+    """An operator of kind `kind`: its tensor inputs in order (absent ones last, left out), its attributes as JSON. Its
+    value has the shape and type that the kind says."""
     raise AssertionError("pipefit::leaf exists for export only")
 
 
 @leaf.register_fake
-def _(inputs: list[Tensor], kind: str, attributes: str, like: int = 0, features: int = -1) -> Tensor:
-    if features < 0:
-        return torch.empty_like(inputs[like])
-    if features == 0:
-        return inputs[0].new_empty((), dtype=torch.float32)
-    return inputs[0].new_empty((*inputs[like].shape, features))
+def _(inputs: list[Tensor], kind: str, attributes: str) -> Tensor:
+    known = KINDS[kind]
+    absent = [None] * (len(known.inputs) - len(inputs))
+    (shape,) = known.shapes((*(tuple(each.shape) for each in inputs), *absent), json.loads(attributes))
+    dtype = inputs[0].dtype if known.output_dtype is None else getattr(torch, known.output_dtype)
+    return inputs[0].new_empty(shape, dtype=dtype)

@@ -94,9 +94,6 @@ class TakeTokens(Leaf):
 
     kind = "take_tokens"
 
-    def operator_output(self, *args: Tensor) -> tuple[int, int]:
-        return 1, int(args[0].shape[-1])
-
     def forward(self, h_BTD: Tensor, places_1L: Tensor) -> Tensor:
         return h_BTD.flatten(0, 1)[places_1L]
 
@@ -113,9 +110,6 @@ class FourierFeatures(Leaf):
     def operator_attributes(self) -> dict[str, Any]:
         return {"frequencies": self.count}
 
-    def operator_output(self, *args: Tensor) -> tuple[int, int]:
-        return 0, 2 * self.count
-
     def forward(self, time_BT: Tensor) -> Tensor:
         rates = torch.tensor(frequencies(self.count), dtype=wide(time_BT.dtype), device=time_BT.device)
         angle = time_BT.to(rates.dtype).unsqueeze(-1) * rates
@@ -126,9 +120,6 @@ class SquaredError(Leaf):
     """Sum of the squared differences, in float32 or wider."""
 
     kind = "squared_error"
-
-    def operator_output(self, *args: Tensor) -> tuple[int, int]:
-        return 0, 0
 
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
         kind = wide(prediction.dtype)

@@ -101,13 +101,14 @@ class Block(nn.Module):
 
 
 class Projector(nn.Module):
-    """The encoder's last norm, then two linear layers to the width of the language model, token by token."""
+    """The encoder's last norm (LLaVA has none there), then two linear layers to the width of the language model, token
+    by token."""
 
     def __init__(self, config: MultimodalConfig) -> None:
         super().__init__()
         assert config.vision is not None
         features, width = config.vision.hidden_size, config.language.hidden_size
-        self.norm = nn.LayerNorm(features, config.vision.layer_norm_eps)
+        self.norm = nn.LayerNorm(features, config.vision.layer_norm_eps) if config.projector_norm else nn.Identity()
         self.linear_1 = nn.Linear(features, width)
         self.linear_2 = nn.Linear(width, width)
         self.activation = config.projector_activation

@@ -78,33 +78,27 @@ _ATTRIBUTES = {
     "groups": "channels are convolved in so many separate groups",
 }
 
+_ALIKE: Mapping[str, Any] = {
+    "inputs": ("x", "weight", "bias?"), "saves": _saves, "gathers": {1: 2, 2: 1}, "pending_values": (0,),
+    "pending_gradients": True, "boundary": True, "heavy": True,
+}  # fmt: skip
+"""What both kinds have."""
+
 OPERATORS = (
     OperatorKind(
         kind="conv",
         summary="Convolution over all dimensions behind rows and channels; weight is (out, in / groups, kernel...).",
-        inputs=("x", "weight", "bias?"),
         attributes=_ATTRIBUTES,
         shapes=_shapes,
         flops=_flops,
-        saves=_saves,
-        gathers={1: 2, 2: 1},
-        pending_values=(0,),
-        pending_gradients=True,
-        boundary=True,
-        heavy=True,
+        **_ALIKE,
     ),
     OperatorKind(
         kind="conv_transpose",
         summary="Transposed convolution; weight is (in, out / groups, kernel...).",
-        inputs=("x", "weight", "bias?"),
         attributes={**_ATTRIBUTES, "output_padding": "more results behind, one number a spatial dimension"},
         shapes=_transposed_shapes,
         flops=_transposed_flops,
-        saves=_saves,
-        gathers={1: 2, 2: 1},
-        pending_values=(0,),
-        pending_gradients=True,
-        boundary=True,
-        heavy=True,
+        **_ALIKE,
     ),
 )
