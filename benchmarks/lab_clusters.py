@@ -31,6 +31,9 @@ NEAR, BETWEEN = 40e6, 1e6
 FLOPS = 1.0e9
 MB = 10**6
 
+MODULES_FLOPS, MODULES_MB = 0.3e9, 10
+"""Of the devices for several modules."""
+
 RATES = (3e6, 6e6, 12e6, 18e6)
 SLOW_PORT = 2e6
 """Of clusters that are drawn: around what each ordered pair of hosts has, and the port of host 1."""
@@ -100,6 +103,7 @@ def clusters() -> dict[str, LabFile]:
             "half-2.5-32", 2.5, skewed(16), slow_flops_per_s=0.125 * FLOPS,
             memory_bytes={"fast": 8 * MB, "slow": 5 * MB},
         ),
+        "modules": modules(),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
         "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip
@@ -110,14 +114,27 @@ def even_links(hosts: int) -> list[list[float]]:
     return [[0.0 if a == b else TOGETHER for b in range(hosts)] for a in range(hosts)]
 
 
+def modules() -> LabFile:
+    """Eight devices alike, in two hosts whose links inside are half as quick again as those between them. Beside the
+    64 MiB that the planner keeps for libraries a device has MODULES_MB. Rates saturate early."""
+    matrix = [[0.0 if a == b else NEAR for b in range(2)] for a in range(2)]
+    memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
+    made = lab("modules", ["fast"] * 2, matrix, {"fast": MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
+    return early(made, 8.0)
+
+
 def islands() -> LabFile:
     """Two islands of a fast device and three slow ones, 4:1: quick links inside, slow ones between. Devices whose rate
     saturates early, as that of large ones does against the tokens of a microbatch."""
     matrix = [[0.0 if a == b else NEAR if a // 2 == b // 2 else BETWEEN for b in range(4)] for a in range(4)]
     rates = {"fast": 0.56 * FLOPS, "slow": 0.14 * FLOPS}
     made = lab("islands", ["fast", "slow"] * 2, matrix, rates, devices=(1, 3, 1, 3))
-    tables = {kind: replace(table, knee_tokens=6.0) for kind, table in made.devices.items()}
-    return replace(made, devices=tables)
+    return early(made, 6.0)
+
+
+def early(made: LabFile, knee_tokens: float) -> LabFile:
+    """The same devices, but their rates reach their half at so few tokens."""
+    return replace(made, devices={name: replace(one, knee_tokens=knee_tokens) for name, one in made.devices.items()})
 
 
 def half(

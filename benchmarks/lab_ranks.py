@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipefit.data.preparation.ahead import Recipe
 from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.lab import pace
 from pipefit.model.graph import Model
@@ -29,7 +31,10 @@ from pipefit.profile.session import run as profile
 from pipefit.profile.state import ProfileConfig
 from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
+from pipefit.run.feeding import Fed
 from pipefit.run.feeds import make_feeds
+from pipefit.run.image_feeding import ImageFeeding
+from pipefit.run.leave import leave
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.setup import World
 from pipefit.run.verify import count_on_cpu, stretches
@@ -55,7 +60,8 @@ def main() -> None:
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     if what == "profile":
         sizes = tuple(task.pop("sizes_bytes"))
-        models = (str(folder / "model.json"),) if task.pop("layers") else ()
+        names = ("model.json", *task.pop("also"))
+        models = tuple(str(folder / name) for name in names) if task.pop("layers") else ()
         config = ProfileConfig(output=folder / "cluster.json", models=models, sizes_bytes=sizes, **task)
         profile(config, lambda phase, done, total: None)
         return
@@ -81,19 +87,17 @@ def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucke
     warm, steps, trace = task["warm"], task["steps"], task["trace"]
     worker = build_worker(plan, model, comms, torch.device("cpu"), OPTIMIZER, bucket_bytes=bucket_bytes)
     worker.pace = pace.step_pacer(sum(bucket.owned[1] - bucket.owned[0] for bucket in worker.buckets))
-    rows, shape = RandomRows(plan.job.sequence, int(plan.model.config["vocab_size"])), batch_shape(plan)
+    feeding = feeding_of(plan, model, worker.device, task["index"])
     times = []
     before: dict[str, Any] = {}
     for step in range(warm + steps):
-        numbers = np.arange(step * plan.job.batch, (step + 1) * plan.job.batch)
-        batch = StepPlan(step=step, rows=numbers, divisor=plan.job.batch * plan.job.sequence, shape=shape)
-        feeds = make_feeds(plan, worker.device, rows, batch, torch.device("cpu"))
+        fed = feeding(step)
         worker.tracing = trace and step == warm + steps - 1
         if step == warm:
             before = counts()
         dist.barrier()
         began = time.perf_counter()
-        worker.step(feeds, step, batch.divisor).read()
+        worker.step(fed.feeds, step, fed.divisor, fed.counts).read()
         if step >= warm:
             times.append((began, time.perf_counter()))
     dist.barrier()
@@ -104,6 +108,21 @@ def steps_of(plan: Plan, model: Model, comms: Comms, task: dict[str, Any], bucke
         del worker
         found["bytes"] = count_on_cpu(stretches(plan, model, torch.device("cpu"), 1, comms)).peak
     return found
+
+
+def feeding_of(plan: Plan, model: Model, device: int, index: str) -> Callable[[int], Fed]:
+    """What a step is fed with: random rows, or the samples of an index."""
+    cpu, shape = torch.device("cpu"), batch_shape(plan)
+    if index:
+        return ImageFeeding(plan, model, Recipe(index=index, shape=shape), device, cpu).step
+    rows = RandomRows(plan.job.sequence, int(plan.model.config["vocab_size"]))
+
+    def fed(step: int) -> Fed:
+        numbers = np.arange(step * plan.job.batch, (step + 1) * plan.job.batch)
+        batch = StepPlan(step=step, rows=numbers, divisor=plan.job.batch * plan.job.sequence, shape=shape)
+        return Fed(make_feeds(plan, device, rows, batch, cpu), batch.divisor)
+
+    return fed
 
 
 def spans(worker: Worker) -> list[tuple[str, float, float, float]]:
@@ -122,3 +141,4 @@ def counts() -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
+    leave(0)

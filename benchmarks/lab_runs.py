@@ -103,9 +103,11 @@ def small_model(layers: int = 8) -> Model:
     return capture(described.family, described.config)
 
 
-def profiled(lab: Lab, model: Model, sequence: int, *, quick: bool = False, **options: Any) -> Cluster:
-    """What `pipefit profile` measures in a lab; `options` of ProfileConfig. Raises PipefitError where the measurement
-    was invalid."""
+def profiled(
+    lab: Lab, model: Model, sequence: int, *, quick: bool = False, also: Sequence[Model] = (), **options: Any
+) -> Cluster:
+    """What `pipefit profile` measures in a lab, the layers of the models `also` with it; `options` of ProfileConfig.
+    Raises PipefitError where the measurement was invalid."""
     task = {
         "layers": True,
         "sequence": sequence,
@@ -115,7 +117,10 @@ def profiled(lab: Lab, model: Model, sequence: int, *, quick: bool = False, **op
         "sizes_bytes": SIZES[::2] if quick else SIZES,
     } | options
     with tempfile.TemporaryDirectory() as name:
-        _start(lab, Path(name), "profile", model, task)
+        names = [f"model-{place}.json" for place in range(len(also))]
+        for other, one in zip(names, also, strict=True):
+            save_model(one, Path(name) / other)
+        _start(lab, Path(name), "profile", model, task | {"also": names})
         return load(Path(name) / "cluster.json")
 
 
@@ -129,10 +134,11 @@ def run_plans(
     trace: bool = False,
     bucket_bytes: Sequence[int] = (),
     count_bytes: bool = False,
+    samples: Path | None = None,
 ) -> list[Measured]:
     """Steps of every plan. Plans on the same devices share their processes. `bucket_bytes` of each plan: gradients that
     are reduced together; as `pipefit train` does it where it is not given. `count_bytes`: what every rank has alive,
-    too, from one more step and an evaluation that are not timed."""
+    too, from one more step and an evaluation that are not timed. `samples`: the index of a multimodal model's."""
     found: dict[int, Measured] = {}
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, plan in enumerate(plans):
@@ -145,7 +151,7 @@ def run_plans(
             sizes = [bucket_bytes[index] if bucket_bytes else BUCKET_BYTES for index in members]
             task = {
                 "plans": len(members), "warm": warm, "steps": steps, "trace": trace, "bucket_bytes": sizes,
-                "count_bytes": count_bytes,
+                "count_bytes": count_bytes, "index": "" if samples is None else str(samples.resolve()),
             }  # fmt: skip
             _start(lab, folder, "plans", model, task, devices)
             everyone = json.loads((folder / "measured.json").read_text(encoding="utf-8"))

@@ -2,18 +2,19 @@
 
 Plans are drawn at random (seeded) over model families, sequence lengths, microbatch sizes, schedules, recomputation,
 shards, ZeRO-1, number types and slices; larger models and more devices where estimates are judged than where they are
-learned. Of every plan the fullest rank runs alone, as `pipefit verify` runs it (the two fullest where they are learned
-from): parameters, gradients, optimizer state, activations, buffers and workspace, counted by the CPU allocator's own
-record. Beside the corrected estimates stand those of the analytic model, as plans have them (64 MiB of workspace are
-assumed) and without that. Then limits are swept around what every plan needs: who is refused, and who would have
-fitted. At last some plans of 8 devices run for real, 8 processes over gloo, and the bytes of every rank are compared
-with those of the rank alone.
+learned. Among them slices come without recomputation; plans with both are drawn by themselves, to be judged. Of every
+plan the fullest rank runs alone, as `pipefit verify` runs it (the two fullest where they are learned from): parameters,
+gradients, optimizer state, activations, buffers and workspace, counted by the CPU allocator's own record. Beside the
+corrected estimates stand those of the analytic model, as plans have them (64 MiB of workspace are assumed) and without
+that. Then limits are swept around what every plan needs: who is refused, and who would have fitted. At last some plans
+of 8 devices run for real, 8 processes over gloo, and the bytes of every rank are compared with those of the rank alone.
 
-    python benchmarks/memory_estimates.py [--quick] [--measured PATH [--slices]] [--json PATH]
+    python benchmarks/memory_estimates.py [--quick] [--measured PATH [--slices] | --both PATH] [--json PATH]
 
 `--measured` takes the bytes from an earlier result of this benchmark, for which nothing is run again: only the model's
 part, plans and estimates, is made anew. With `--slices` plans with slices are run again all the same: those whose
-runtime has changed since.
+runtime has changed since. With `--both` a correction is learned from the runs of an earlier result, as they stand
+there, and only plans with slices and recomputation are run and judged.
 """
 
 from __future__ import annotations
@@ -79,23 +80,29 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="8 plans to learn from, 4 to judge, no processes")
     parser.add_argument("--measured", help="an earlier result, whose measured bytes are used again")
     parser.add_argument("--slices", action="store_true", help="with --measured: but run plans with slices again")
+    parser.add_argument("--both", help="an earlier result, from which a correction is learned for plans of both alone")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.simplefilter("ignore")
-    sizes = {"learned": {2: 3, 4: 5}, "judged": {8: 4}} if arguments.quick else {
-        "learned": {1: 3, 2: 9, 3: 4, 4: 17}, "judged": {8: 32, 16: 32},
+    sizes = {"learned": {2: 3, 4: 5}, "judged": {8: 4}, "both": {8: 2}} if arguments.quick else {
+        "learned": {1: 3, 2: 9, 3: 4, 4: 17}, "judged": {8: 32, 16: 32}, "both": {8: 12, 16: 12},
     }  # fmt: skip
     source = None
-    if arguments.measured:
+    if arguments.both:
+        before = json.loads(Path(arguments.both).read_text(encoding="utf-8"))
+        learned, judged, real = before["learned"], measure_both(sizes["both"]), []
+        source = before.get("measured") or before["provenance"]
+    elif arguments.measured:
         before = json.loads(Path(arguments.measured).read_text(encoding="utf-8"))
         learned, judged = (again(before[name], arguments.slices) for name in ("learned", "judged"))
         real, source = before["real"], before.get("measured") or before["provenance"]
     else:
         learned = [run for devices, count in sizes["learned"].items() for run in measure(devices, count, 2)]
         judged = [run for devices, count in sizes["judged"].items() for run in measure(devices, count, 1)]
+        judged += measure_both(sizes["both"])
         real = [] if arguments.quick else compare_with_processes()
     result = {**judge(learned, judged), "real": real, "limits": LIMITS, "risk": RISK, "provenance": provenance()}
     result["measured"] = source
@@ -107,8 +114,8 @@ def main() -> int:
     return 1 if missed or any(one["largest_difference"] > 0.002 for one in real) else 0
 
 
-def draw(random: np.random.Generator, devices: int) -> Case:
-    """A case that may be impossible to plan."""
+def draw(random: np.random.Generator, devices: int, both: bool = False) -> Case:
+    """A case that may be impossible to plan. `both`: slices and recomputation, if it is one of several lanes."""
 
     def one(*choices: Any) -> Any:
         return choices[int(random.integers(len(choices)))]
@@ -118,10 +125,11 @@ def draw(random: np.random.Generator, devices: int) -> Case:
     shards = one(1, 1, 1, 2) if devices > 1 else 1
     replicas = one(*(r for r in (1, 1, 2, 4) if devices % (r * shards) == 0)) if devices % shards == 0 else 1
     lanes = devices // (shards * replicas)
-    schedule = one(*SCHEDULES) if lanes > 1 else "1f1b"
+    schedule = one(*SCHEDULES) if lanes > 1 and not both else "1f1b"
     stages = len(SCHEDULE_FAMILIES[schedule].placement(lanes))
     small = devices <= 4
-    recompute = one("none", "none", "selective", "full")
+    recompute = one("none", "none", "selective", "full") if not both else one("selective", "full")
+    cut = schedule == "1f1b" and lanes > 1 and recompute == "none"
     return Case(
         family=one(*FAMILIES),
         hidden=64 if small else one(64, 96, 128),
@@ -137,12 +145,13 @@ def draw(random: np.random.Generator, devices: int) -> Case:
         recompute=recompute,
         zero1=replicas > 1 and one(True, False),
         precision=one("float32", "float32", "bfloat16"),
-        slices=2 if schedule == "1f1b" and lanes > 1 and recompute == "none" and one(False, False, True) else 1,
+        slices=one(2, 4) if both and lanes > 1 else 2 if cut and one(False, False, True) else 1,
     )
 
 
-def measure(devices: int, count: int, ranks: int) -> list[dict[str, Any]]:
-    """`count` plans on so many devices: of the `ranks` fullest ones of each, the case, the parts and the bytes."""
+def measure(devices: int, count: int, ranks: int, both: bool = False) -> list[dict[str, Any]]:
+    """`count` plans on so many devices: of the `ranks` fullest ones of each, the case, the parts and the bytes. `both`:
+    only plans with slices and recomputation."""
     import torch
 
     from pipefit.errors import PipefitError
@@ -151,9 +160,11 @@ def measure(devices: int, count: int, ranks: int) -> list[dict[str, Any]]:
     from pipefit.run.verify_record import configuration
     from pipefit.run.worker import lane_of
 
-    random, runs, seen = np.random.default_rng(devices), [], set()
+    random, runs, seen = np.random.default_rng([devices, 1] if both else devices), [], set()
     while len(seen) < count:
-        case = draw(random, devices)
+        case = draw(random, devices, both)
+        if both and case.slices == 1:
+            continue
         try:
             plan, model, simulation = plan_of(case)
         except PipefitError:
@@ -172,6 +183,16 @@ def measure(devices: int, count: int, ranks: int) -> list[dict[str, Any]]:
         print(f"\r{devices} devices: {len(seen)} of {count} plans", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return runs
+
+
+def measure_both(counts: dict[int, int]) -> list[dict[str, Any]]:
+    """So many plans with slices and recomputation, by number of devices."""
+    return [run for devices, count in counts.items() for run in measure(devices, count, 1, both=True)]
+
+
+def has_both(run: dict[str, Any]) -> bool:
+    """Whether a plan has slices and recomputation."""
+    return run["case"]["slices"] > 1 and run["case"]["recompute"] != "none"
 
 
 def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, Any]]:
@@ -278,6 +299,7 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
     above = [[value[:, None] > sweep for sweep in sweeps] for value in (raw, bare)]
     errors = np.abs(corrected / bytes_ - 1)
     devices = np.array([run["case"]["devices"] for run in judged])
+    sliced = np.array([*map(has_both, judged)])
     return {
         "correction": {
             "coefficients": dict(correction.coefficients),
@@ -290,6 +312,17 @@ def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[s
             "analytic": figures(raw, none, bytes_, sweeps, above[0]),
             "analytic, without the assumed workspace": figures(bare, none, bytes_, sweeps, above[1]),
             "corrected": figures(corrected, margins, bytes_, sweeps, risky),
+        },
+        "sliced_and_recomputed": {
+            "runs": int(sliced.sum()),
+            **{
+                name: {
+                    "mean error": float(np.abs(of / bytes_ - 1)[sliced].mean()),
+                    "largest under-estimate": float((1 - of / bytes_)[sliced].max(initial=0.0)),
+                    "largest over-estimate": float((of / bytes_ - 1)[sliced].max(initial=0.0)),
+                }
+                for name, of in (("analytic, without the assumed workspace", bare), ("corrected", corrected))
+            },
         },
         "by_devices": {str(count): float(errors[devices == count].mean()) for count in np.unique(devices)},
         "learned": learned,
@@ -388,6 +421,11 @@ def print_table(result: dict[str, Any]) -> None:
     for devices, error in result["by_devices"].items():
         count = sum(run["case"]["devices"] == int(devices) for run in result["judged"])
         print(f"{count} plans of {devices} devices: mean error {error:.2%}")
+    both = result["sliced_and_recomputed"]
+    print(
+        f"{both['runs']} plans with slices and recomputation: mean error {both['corrected']['mean error']:.2%}, "
+        f"{both['corrected']['largest under-estimate']:.2%} under at most"
+    )
     for one in result["real"]:
         case = one["case"]
         words = f"{case['family']}, {case['schedule']}, {case['replicas']} replicas"

@@ -1,29 +1,38 @@
-"""Dividing devices among the modules of a multimodal model: how long the planner takes, and what it divides.
+"""Plans of multimodal models: how long planning takes, what is planned, and what plans take when they really run.
 
-Modules of the sizes of DistTrain's MLLM-9B, 15B and 72B (ViT-Huge, a Llama, a generator of 1.0 B; arXiv 2408.04275,
-section 7) on clusters of up to 1,296 devices with 8 in a host. Costs are counted from parameters and tokens: 2 FLOPs a
-parameter and token forward, twice that backward where weights are trained, at the stated efficiency for every count of
-shards. Samples differ in their images: lognormal, with the stated sigma. These steps are the closed form's.
+Sections, each of which can be measured again by `--only` beside the others of a result that stands:
 
-With `--plans` also whole plans, simulated: pipefit's built-in models of these sizes, captured (needs torch), on
-1,296 devices of A100-80, on costs from data sheets. No step here is measured.
+- `closed`: modules of the sizes of DistTrain's MLLM-9B, 15B and 72B (ViT-Huge, a Llama, a generator of 1.0 B; arXiv
+  2408.04275, section 7) on clusters of up to 1,296 devices with 8 in a host, divided by the closed form alone. Costs
+  are counted from parameters and tokens: 2 FLOPs a parameter and token forward, twice that backward where weights
+  are trained, at the stated efficiency for every count of shards. Samples differ in their images: lognormal.
+- `plans`: whole plans of pipefit's built-in models of these sizes on 1,172 and 1,296 devices of A100-80, captured
+  (needs torch), simulated, on costs from data sheets.
+- `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
+- `lab`: plans of a small model really run beside monolithic layouts (multimodal_lab.py; needs root).
 
-    python benchmarks/multimodal.py [--quick] [--plans] [--json PATH]
+    python benchmarks/multimodal.py [--quick] [--only SECTION] [--json PATH]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from multimodal_order import SETTINGS, simulated_gains
 from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, orchestrate
 from pipefit.plan.modules.profile import ModuleProfile, Way
 from pipefit.units import format_seconds
 from provenance import provenance, write_result
+
+Rows = Iterator[dict[str, Any]]
 
 PEAK_FLOPS_PER_S, MEMORY_BYTES, LINK_BYTES_PER_S = 312e12, 80e9, 25e9
 """Of one device: bfloat16 peak, memory, and its part of a host's ports."""
@@ -52,11 +61,12 @@ CASES = {
     "MLLM-72B": ("70B", (112, 324, 648, 1172, 1296)),
 }
 PLANS = (
-    ("mllm-9b", "162x8xA100-80:800Gbit/s", 1920, 0.5),
-    ("mllm-72b", "162x8xA100-80:800Gbit/s", 1920, 0.5),
+    ("mllm-9b", "162x8xA100-80:800Gbit/s", 1296, 1920, 0.5),
+    ("mllm-72b", "162x8xA100-80:800Gbit/s", 1296, 1920, 0.5),
+    ("mllm-72b", "147x8xA100-80:800Gbit/s", 1172, 1920, 0.5),
 )
-QUICK_PLANS = (("mllm-9b", "4x8xA100-80:800Gbit/s", 32, 0.5),)
-"""(model, cluster, batch, sigma) of whole plans."""
+QUICK_PLANS = (("mllm-9b", "4x8xA100-80:800Gbit/s", 32, 32, 0.5),)
+"""(model, cluster, devices of it at most, batch, sigma) of whole plans."""
 
 IMAGE_SIDE = 32
 """Patches of a side of an image: an image of 1,024 tokens."""
@@ -68,25 +78,74 @@ SAVED_VALUES = 34
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest and the largest cluster of one model")
-    parser.add_argument("--plans", action="store_true", help="also whole plans of captured models, simulated")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="the closed form on one model's smallest and largest cluster"
+    )
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="these sections; others stay in the result")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    cases = {"MLLM-72B": ("70B", (112, 1296))} if arguments.quick else CASES
+    known = {}
+    if arguments.only and arguments.json and Path(arguments.json).is_file():
+        known = json.loads(Path(arguments.json).read_text(encoding="utf-8"))
+    for name in ("closed",) if arguments.quick else (arguments.only or SECTIONS):
+        rows = []
+        for row in SECTIONS[name](arguments.quick):
+            rows.append(row)
+            known[name] = {"rows": rows, "provenance": provenance()}
+            write_result(arguments.json, {section: known[section] for section in SECTIONS if section in known})
+    return 0
+
+
+def closed(quick: bool) -> Rows:
+    """The closed form: every model, cluster and way of training."""
     rows = []
-    for name, (language, clusters) in cases.items():
+    for name, (language, clusters) in ({"MLLM-72B": ("70B", (112, 1296))} if quick else CASES).items():
         for devices in clusters:
             for what, frozen in FROZEN.items():
-                row = measure(language, devices, BATCH[devices], frozen, sigma=0.5, repeat=1 if arguments.quick else 5)
+                row = measure(language, devices, BATCH[devices], frozen, sigma=0.5, repeat=1 if quick else 5)
                 rows.append({"model": name, "training": what, **row})
-    plans = [planned(*case) for case in (QUICK_PLANS if arguments.quick else PLANS)] if arguments.plans else []
-    result = {"cases": rows, "plans": plans, "provenance": provenance()}
-    write_result(arguments.json, result)
     print_table(rows)
-    for one in plans:
-        print(f"{one['model']} on {one['cluster']}: step {format_seconds(one['step_s'])}, {one['decisions']}")
-    return 0
+    yield from rows
+
+
+def plans(quick: bool) -> Rows:
+    """Whole plans."""
+    for case in QUICK_PLANS if quick else PLANS:
+        one = planned(*case)
+        print(
+            f"{one['model']} on {one['devices']}: step {format_seconds(one['step_s'])}, utilisation "
+            f"{one['utilisation']:.1%}, planned in {one['planning_s']:.0f} s, {one['decisions']}",
+            flush=True,
+        )
+        yield one
+
+
+def arranging(quick: bool) -> Rows:
+    """Balancing and ordering, simulated."""
+    for setting in SETTINGS:
+        row = dict(setting) | {"gains": simulated_gains(setting)}
+        print(row, flush=True)
+        yield row
+
+
+def lab(quick: bool) -> Rows:
+    """Plans that run."""
+    import multimodal_lab
+
+    cluster = multimodal_lab.measured_cluster()
+    for sigma, training in multimodal_lab.CASES:
+        row = multimodal_lab.case(cluster, sigma, training)
+        multimodal_lab.show(row)
+        yield row
+
+
+SECTIONS: dict[str, Callable[[bool], Rows]] = {
+    "closed": closed,
+    "plans": plans,
+    "arranging": arranging,
+    "lab": lab,
+}
 
 
 def measure(
@@ -183,7 +242,7 @@ def profile_of(
     )
 
 
-def planned(name: str, cluster: str, batch: int, sigma: float) -> dict[str, Any]:
+def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> dict[str, Any]:
     """A whole plan of a built-in model. Utilisation is that of the devices' data-sheet peak."""
     from pipefit.cluster import parse_spec
     from pipefit.model.registry import open_model
@@ -199,19 +258,21 @@ def planned(name: str, cluster: str, batch: int, sigma: float) -> dict[str, Any]
     squares = {space: IMAGE_SIDE**2 * each for space, each in tokens.items()}
     samples = Samples(tokens=tokens, squares=squares, note=f"samples: lognormal, sigma {sigma}")
     began, began_cpu = time.perf_counter(), time.process_time()
-    plan = make_plan(model, found, Job(batch=batch, sequence=SEQUENCE, precision="bfloat16"), samples=samples)
+    job = Job(batch=batch, sequence=SEQUENCE, precision="bfloat16")
+    plan = make_plan(model, found, job, {"devices": devices}, samples=samples)
     assert plan.prediction is not None
     step_s = plan.prediction.step_s
     return {
         "model": name,
         "cluster": cluster,
+        "devices": devices,
         "batch": batch,
         "sigma": sigma,
         "planning_s": time.perf_counter() - began,
         "planning_processor_s": time.process_time() - began_cpu,
         "step_s": step_s,
         "lower_bound_s": plan.prediction.lower_bound_s,
-        "utilisation": plan.prediction.flops_per_step / step_s / len(plan.devices) / PEAK_FLOPS_PER_S,
+        "utilisation": plan.prediction.flops_per_step / step_s / devices / PEAK_FLOPS_PER_S,
         "devices_used": len(plan.devices),
         "decisions": dict(plan.decisions),
         "notes": list(plan.prediction.assumptions),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.changes import put
 
 from pipefit.cluster import check, load, open_cluster, parse_spec, save
 from pipefit.errors import ClusterError, FormatError
@@ -28,16 +29,6 @@ def broken(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(data))
     return path
-
-
-def put(*path: object, value: object) -> Callable[[dict[str, Any]], None]:
-    def change(data: dict[str, Any]) -> None:
-        place: Any = data
-        for step in path[:-1]:
-            place = place[step]
-        place[path[-1]] = value
-
-    return change
 
 
 BREAKS = {

@@ -15,7 +15,7 @@ import pytest
 
 from pipefit.plan.modules.loads import fullest_loads
 from pipefit.plan.modules.options import replica_counts
-from pipefit.plan.modules.orchestrate import Arrangement, orchestrate
+from pipefit.plan.modules.orchestrate import Arrangement, backbone_of, can_share, orchestrate
 from pipefit.plan.modules.profile import ModuleProfile, Way, even_cuts
 from pipefit.schedule.families import family
 from pipefit.schedule.problem import Problem, linear, uniform_costs
@@ -107,6 +107,109 @@ def test_the_optimum_is_that_of_trying_everything(seed: int) -> None:
     assert steps == sorted(steps) and len({(one.microbatches, one.modules) for one in found.best}) == len(steps)
 
 
+def shared_brute_force(
+    profiles: list[ModuleProfile], backbone: int, guests: set[int], devices: int, batch: int, limit: float
+) -> float:
+    """Every layout of the modules with devices of their own, every way of the guests, in plain loops."""
+    best = math.inf
+    own = [place for place in range(len(profiles)) if place not in guests]
+    for count in (count for count in range(1, batch + 1) if batch % count == 0):
+        samples = batch // count
+        tables = [list(plain_layouts(profiles[place], samples)) for place in own]
+        ways = [list(profiles[place].ways) for place in sorted(guests)]
+        for chosen in itertools.product(*tables):
+            each = dict(zip(own, chosen, strict=True))
+            if sum(way.shards * replicas * (len(bounds) - 1) for way, bounds, replicas in chosen) > devices:
+                continue
+            for guest_ways in itertools.product(*ways):
+                with_guests = dict(zip(sorted(guests), guest_ways, strict=True))
+                best = min(best, shared_step(profiles, backbone, each, with_guests, count, samples, limit))
+    return best
+
+
+def plain_layouts(profile: ModuleProfile, samples: int) -> Iterator[tuple[Way, tuple[int, ...], int]]:
+    for way in profile.ways:
+        layers = len(way.sample_s)
+        for stages, replicas in itertools.product(range(1, layers + 1), range(1, samples + 1)):
+            yield way, best_cut((way.fixed_s + way.sample_s).tolist(), stages), replicas
+
+
+def shared_step(
+    profiles: list[ModuleProfile],
+    backbone: int,
+    each: dict[int, tuple[Way, tuple[int, ...], int]],
+    guests: dict[int, Way],
+    count: int,
+    samples: int,
+    limit: float,
+) -> float:
+    """The step of one layout of everything, infinite where it does not fit or go."""
+    runs: dict[int, list[tuple[float, ...]]] = {}
+    for place, (way, bounds, replicas) in each.items():
+        mean, most = fullest_loads(profiles[place].weights, count, replicas, samples)
+        runs[place] = []
+        for start, stop in itertools.pairwise(bounds):
+            run = slice(start, stop)
+            held = sum((way.static_bytes + way.state_bytes / replicas)[run]) + profiles[place].workspace_bytes
+            runs[place].append((
+                sum((way.fixed_s + mean * way.sample_s)[run]) + profiles[place].overhead_s,
+                held + most * max(way.passing_bytes[run]),
+                most * sum(way.saved_bytes[run]),
+                2 * (1 - 1 / replicas) * profiles[place].reduce_s_per_byte * sum(way.gradient_bytes[run]),
+            ))  # fmt: skip
+    lanes, lane = len(runs[backbone]), each[backbone][0].shards * each[backbone][2]
+    behind = {place: sum(len(runs[other]) for other in runs if other > place) for place in runs}
+    units, first, guest_bytes, ahead, guest_reduce = math.ceil(count / lanes), 0.0, 0.0, 0.0, 0.0
+    slowest_b, through_b = max(one[0] for one in runs[backbone]), sum(one[0] for one in runs[backbone])
+    times = {}
+    for place, way in guests.items():
+        profile, replicas = profiles[place], lane // way.shards
+        if replicas * way.shards != lane or replicas > samples or lanes > count:
+            return math.inf
+        mean, most = fullest_loads(profile.weights, count, replicas, samples)
+        times[place] = sum(way.fixed_s) + mean * sum(way.sample_s) + profile.overhead_s
+        guest_bytes += sum(way.static_bytes) + sum(way.state_bytes) / replicas + most * max(way.passing_bytes)
+        alive = min(units, math.ceil((lanes + behind[backbone]) / lanes) + 1) if place < backbone else 1
+        guest_bytes += alive * most * sum(way.saved_bytes)
+        guest_reduce += 2 * (1 - 1 / (replicas * lanes)) * profile.reduce_s_per_byte * sum(way.gradient_bytes)
+    first = sum(times.values())
+    more = max(0.0, first * (units - 1) - max(0.0, through_b - slowest_b)) / max(1, count - 1)
+    for place, seconds in times.items():
+        if place > backbone:
+            ahead += math.ceil(seconds / (slowest_b + more))
+    for place, own in runs.items():
+        for index, (_, held, saved, _) in enumerate(own):
+            flying = len(own) - index + behind[place] + (ahead if place == backbone else 0)
+            beside = guest_bytes if place == backbone else 0.0
+            if held + beside + min(count, flying) * saved > limit * (1 + 1e-12):
+                return math.inf
+    slowest = {place: max(one[0] for one in own) for place, own in runs.items()}
+    reduces = {place: max(one[3] for one in own) for place, own in runs.items()}
+    slowest[backbone] += more
+    reduces[backbone] += guest_reduce
+    through = first + sum(one[0] for own in runs.values() for one in own)
+    return through + (count - 1) * max(slowest.values()) + max(reduces.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sharing_is_as_good_as_trying_everything(seed: int) -> None:
+    """Every choice of modules that share, with and without modules behind the backbone and memory that binds."""
+    random = np.random.default_rng(seed)
+    sizes = [2, 3, 2] if seed % 2 else [2, 3]
+    profiles = [random_profile(f"m{i}", random, layers, heavy=i == 1) for i, layers in enumerate(sizes)]
+    assert backbone_of(profiles) == 1 and can_share(profiles) == {f"m{i}" for i in (0, 2) if i < len(sizes)}
+    devices, limit = int(random.integers(3, 7)), float(random.uniform(14.0, 40.0))
+    choices = [frozenset(names) for names in ((), ("m0",), ("m2",), ("m0", "m2")) if {*names} <= can_share(profiles)]
+    found = orchestrate(profiles, devices, 6, limit, sharing=choices)
+    for guests in choices:
+        own = [one.step_s for one in found.best if one.guests == guests]
+        places = {index for index, one in enumerate(profiles) if one.name in guests}
+        wanted = shared_brute_force(profiles, 1, places, devices, 6, limit)
+        assert min(own, default=math.inf) == pytest.approx(wanted, rel=1e-9)
+    steps = [one.step_s for one in found.best]
+    assert steps == sorted(steps) and steps
+
+
 def test_nothing_that_fits_is_an_empty_list() -> None:
     profiles = [random_profile("m", np.random.default_rng(0), 3, heavy=False)]
     assert orchestrate(profiles, 8, 6, 0.1).best == ()
@@ -189,7 +292,7 @@ def test_the_benchmark_divides_a_thousand_devices_in_a_moment(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert str(ROOT) not in text and str(tmp_path) not in text
-    cases = {(one["devices"], one["training"]): one for one in json.loads(text)["cases"]}
+    cases = {(one["devices"], one["training"]): one for one in json.loads(text)["closed"]["rows"]}
     large, frozen = cases[1296, "trained"], cases[1296, "all but language frozen"]
     assert large["planning_processor_s"] < 3.0 and large["devices_used"] <= 1296
     assert sum(one["devices"] for one in large["modules"].values()) == large["devices_used"]

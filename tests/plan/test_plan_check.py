@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plan_toys import toy_cluster, toy_model
+from tests.changes import Change, put
 
 from pipefit.codec import from_data, to_data
 from pipefit.errors import PipefitError, PlanError
@@ -25,18 +25,6 @@ PLAN = build_plan(
     Job(batch=8, sequence=16),
     Decisions(stages=2, cuts=(2,), replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=4, zero1=True),
 )
-
-Change = Callable[[dict[str, Any]], None]
-
-
-def put(*path: object, value: object) -> Change:
-    def change(data: dict[str, Any]) -> None:
-        place: Any = data
-        for step in path[:-1]:
-            place = place[step]
-        place[path[-1]] = value
-
-    return change
 
 
 def words(lane: int, old: str, new: str) -> Change:

@@ -12,7 +12,6 @@ import pytest
 from golden_plans import two_modules
 from plan_toys import toy_model
 
-from pipefit.cli import main
 from pipefit.cluster import parse_spec, save
 from pipefit.codec import dump_text
 from pipefit.plan.check import check_plan, load_plan, save_plan
@@ -26,23 +25,6 @@ def model(tmp_path: Path) -> str:
     path = tmp_path / "model.json"
     path.write_text(dump_text(toy_model(3, tied=True)))
     return str(path)
-
-
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error of `pipefit WORDS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["pipefit", *words])
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-@pytest.fixture
-def pipefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    return lambda *words: run(capsys, monkeypatch, *words)
 
 
 JOB = ("--batch", "8", "--seq", "64")
@@ -148,6 +130,16 @@ MISTAKES = {
     "shards without": (
         ["--cluster", "2xH100", *JOB, "--fix", "shards=2", "--fix", "sharding=none"],
         ["More than one shard needs a sharding"],
+    ),
+    "a module of none": (
+        ["--cluster", "2xH100", *JOB, "--fix", "vision.replicas=2"],
+        ["has no modules", "seen: vision.replicas", "leave vision.replicas out"],
+    ),
+    "modules of none": (["--cluster", "2xH100", *JOB, "--fix", "modules=shared"], ["has no modules", "seen: modules"]),
+    "units of none": (["--cluster", "2xH100", *JOB, "--fix", "ahead=2"], ["has no modules", "seen: ahead"]),
+    "shared with none": (
+        ["--cluster", "2xH100", *JOB, "--fix", "placement=shared"],
+        ["has no modules", "seen: placement=shared", "the lane of every stage"],
     ),
     "batch that nothing divides": (
         ["--cluster", "4xH100", "--batch", "7", "--seq", "64", "--fix", "microbatches=3"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from plan_toys import toy_model
 from three_modules import skewed_samples, three_modules
 
-from pipefit.cli import main
 from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import DoesNotFitError, PlanError
@@ -40,7 +39,7 @@ def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", 
 
 
 def test_a_plan_of_three_modules_is_whole_and_predicted_as_ragged_as_its_samples() -> None:
-    plan, model = made(), three_modules()
+    plan, model = made("modules=disjoint"), three_modules()
     check_plan(plan, model, CLUSTER)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     owners = {stage.group: stage.module for stage in plan.stages}
@@ -58,7 +57,7 @@ def test_a_plan_of_three_modules_is_whole_and_predicted_as_ragged_as_its_samples
 
 
 def test_forms_of_packed_rows_go_by_tokens_on_both_sides_of_a_seam() -> None:
-    plan = made("language.stages=2", "microbatches=4")
+    plan = made("language.stages=2", "microbatches=4", "modules=disjoint")
     rows = {
         (plan.stages[edge.source].module, plan.stages[edge.target].module): edge.forward.sent[0] for edge in plan.edges
     }
@@ -66,7 +65,9 @@ def test_forms_of_packed_rows_go_by_tokens_on_both_sides_of_a_seam() -> None:
 
 
 def test_frozen_modules_have_no_backward_and_need_less() -> None:
-    trained, frozen = (made("microbatches=4", frozen=names, samples=None) for names in ((), ("vision",)))
+    trained, frozen = (
+        made("microbatches=4", "modules=disjoint", frozen=names, samples=None) for names in ((), ("vision",))
+    )
     check_plan(frozen, three_modules(("vision",)), CLUSTER)
     words = frozen.order.lanes[0].split()
     assert "0F3" in words and not {"0B0", "0I0", "0W0", "0REDUCE"} & {*words}
@@ -75,7 +76,7 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
     assert frozen.prediction.flops_per_step < trained.prediction.flops_per_step
     share = [int(plan.decisions["vision.devices"]) / len(plan.devices) for plan in (trained, frozen)]
     assert share[1] <= share[0]
-    late = made("microbatches=4", frozen=("generator",), samples=None)
+    late = made("microbatches=4", "modules=disjoint", frozen=("generator",), samples=None)
     last = len(late.stages) - 1
     assert {f"{last}B3", f"{last}I3"} & {*late.order.lanes[-1].split()}, "gradients pass through it"
 
@@ -83,7 +84,9 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
 def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
     """Every number of microbatches, replicas and stages on four devices, with 1F1B, nothing recomputed."""
     model, cluster = three_modules(), parse_spec("4xA100-80")
-    pins = parse_pins(["schedule=1f1b", *(f"{module.name}.recompute=none" for module in model.modules)])
+    pins = parse_pins(
+        ["schedule=1f1b", "modules=disjoint", *(f"{module.name}.recompute=none" for module in model.modules)]
+    )
     finder = _Finder(Workbench(model, cluster), JOB, pins, skewed_samples(8, 1), dealt)
     for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.costed))):
         fits = sum(grid.devices for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
@@ -144,14 +147,14 @@ def test_samples_of_another_batch() -> None:
 
 def test_modules_that_exceed_the_cluster() -> None:
     with pytest.raises(DoesNotFitError, match="No layout of the modules fits") as caught:
-        made(cluster="2xA100-80")
+        made("modules=disjoint", cluster="2xA100-80")
     assert "2 devices for 3 modules" in str(caught.value)
 
 
 def test_dealing_out_evens_the_fullest_replica() -> None:
     """Against taking samples as they come: less on the fullest replica of a microbatch, and the same samples."""
     samples = skewed_samples(64, 1)
-    plan = made("microbatches=2", "vision.replicas=2")
+    plan = made("microbatches=2", "vision.replicas=2", "modules=disjoint")
     assert plan.arranging is not None
     loads = plan.arranging
     order = dealt(samples, 0, loads, [(1, 1), (1,), (1,)], 8)
@@ -177,9 +180,7 @@ def test_shard_groups_stay_within_hosts() -> None:
     assert host_order([(4, 4)], [3, 3]) == ()
 
 
-def test_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_command_line(tmp_path: Path, pipefit: Callable[..., tuple[int, str, str]]) -> None:
     """An index of images, a plan for its batches, and what explain says of it."""
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "images").mkdir()
@@ -189,14 +190,8 @@ def test_from_the_command_line(
     (tmp_path / "model.json").write_text(dump_text(three_modules()))
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["pipefit", *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out = capsys.readouterr()
-        return code, out.out + out.err
+        code, out, error = pipefit(*words)
+        return code, out + error
 
     for name, patch in (("index", "2"), ("other", "4")):
         assert run("data", str(tmp_path / "images"), "-o", str(tmp_path / name), "--patch", patch)[0] == 0
@@ -204,7 +199,7 @@ def test_from_the_command_line(
     plan_file = str(tmp_path / "plan.json")
     code, out = run(*words, "--data", str(tmp_path / "index"), "--fix", "vision.replicas=1", "-o", plan_file)
     assert code == 0, out
-    assert "modules: every one on devices of its own" in out and "3 global batches of index" in out
+    assert "modules: all disjoint: " in out and "modules: vision shared: " in out and "3 global batches of index" in out
     assert "cores for 4 images in steps of " in out
     plan = load_plan(plan_file)
     assert {space.name: len(space.counts) for space in plan.spaces} == {"samples": 0, "patches": 4, "latents": 4}
@@ -222,6 +217,6 @@ def test_from_the_command_line(
 
 
 def test_words_name_every_module() -> None:
-    plan = made("microbatches=4")
+    plan = made("microbatches=4", "modules=disjoint")
     assert {key.partition(".")[0] for key in plan.decisions if "." in key} == {"vision", "language", "generator"}
     assert ModuleDecisions(modules=()).words(())["modules"] == plan.decisions["modules"] == "disjoint"

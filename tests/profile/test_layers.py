@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from pipefit.cluster import parse_spec
 from pipefit.cost.curves import FEATURES
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
+from pipefit.profile.calibrate import efficiency, with_ratios
 from pipefit.profile.layer_phase import layer_curve, subjects_of
 from pipefit.profile.layers import (
     ACTIONS,
@@ -212,3 +216,28 @@ def test_distinct_layers_of_a_model_are_found_once() -> None:
         "loss of tiny-llama",
     ]
     assert skipped == []
+
+
+def test_every_layer_of_a_multimodal_model_is_measured() -> None:
+    """What meets images (`I`, `L`) has sizes of them, and is compared with a roofline of the same sizes. Layers of
+    images are measured at several lengths of images, so that attention within them is told from the rest."""
+    subjects, skipped = subjects_of(("multimodal-tiny",), "float32")
+    assert not skipped and len(subjects) == 9
+    curves = []
+    for subject in subjects:
+        bench, attends = LayerBench(subject, CPU), "layers.0" in subject.name
+        samples = [Samples(index, point) for index, point in enumerate(first_points(subject.graph, 64, 128))]
+        for sample in samples:
+            sample.visits.append(bench.visit(sample.point, 0.0))
+        assert attends == (Point(2, 64) in {sample.point for sample in samples})
+        curves.append(layer_curve(subject, samples, "cpu", {}, 1))
+        assert all(bool(curve.attention_s) == attends for curve in curves[-1].actions.values())
+        met = {
+            name: bench._material(Point(2, 64), 0)[1].data.get(name) for name in ("image_places", "condition_places")
+        }
+        assert all(value is None or value.shape == (1, 32) for value in met.values())
+    kind = replace(parse_spec("1xA100-80").kinds["A100-80"], name="cpu")
+    graphs = [subject.graph for subject in subjects]
+    assert 0 < efficiency(kind, graphs, curves) <= 1
+    head = next(curve for curve in with_ratios(kind, graphs, curves) if "head" in curve.name)
+    assert head.against_roofline["F"] > 0

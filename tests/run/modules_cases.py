@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import modules_toys as toys
 import numpy as np
 import torch
+import torch.distributed as dist
 from worker_cases import OPTIMIZER, comms, group_of
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
+from pipefit.run import checkpoint
 from pipefit.run.build import build_worker
 from pipefit.run.checkpoint_gather import gather_full
 from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.state import gradient_pieces, model_pieces
+from pipefit.run.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker import Worker
 
 
@@ -52,6 +56,20 @@ def evaluated(plan: Plan, model: Model) -> np.ndarray:
     """Summed losses by module of batch 0, before any training."""
     worker = build(plan, model)
     names = names_of(worker)
-    made = toys.feeds(plan, names, worker.device, 0)
-    feeds = {stage: [slices[0] for slices in each] for stage, each in made.items()}
-    return worker.evaluate(feeds, toys.counts(names, 0)).numpy()
+    return worker.evaluate(toys.feeds(plan, names, worker.device, 0), toys.counts(names, 0)).numpy()
+
+
+def resumed(directory: str, first: Plan, second: Plan, model: Model) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of steps 2 and 3 under one plan, behind two steps and a checkpoint under another. Called on
+    the ranks of the larger one."""
+    if dist.get_rank() < len(first.devices):
+        worker = build(first, model)
+        train(worker, range(2))
+        checkpoint.save(Path(directory), 2, all_pieces(worker, saving=True), {}, group=group_of(worker))
+    if dist.get_rank() >= len(second.devices):
+        return []
+    worker = build(second, model)
+    while (folder := checkpoint.latest(Path(directory))) is None:
+        time.sleep(0.05)
+    checkpoint.load(folder, all_pieces(worker, saving=False), group=group_of(worker))
+    return train(worker, range(2, 4))

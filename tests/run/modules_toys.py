@@ -24,10 +24,24 @@ from pipefit.model.registry import build_layers, describe, typed_config
 from pipefit.plan.order import edge_keys, frozen_in, lower_for, order_of
 from pipefit.plan.sharded import Programs, sharding_key
 from pipefit.plan.structure import dual, make_parameters
-from pipefit.plan.types import AxisPlan, Edge, GroupPlan, Hashes, Job, ModelSource, Plan, Space, Stage, Wire
+from pipefit.plan.types import (
+    AxisPlan,
+    Edge,
+    GroupPlan,
+    Hashes,
+    Job,
+    ModelSource,
+    Plan,
+    Space,
+    Stage,
+    Wire,
+    turns_of,
+)
 from pipefit.run.feed import Feed
 from pipefit.run.initial import initial_values
 from pipefit.schedule.families import family
+from pipefit.schedule.inline import inline_order
+from pipefit.schedule.multiplexed import multiplexed
 from pipefit.schedule.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
@@ -94,30 +108,50 @@ def plan(
     recompute: str = "none",
     job: Job = JOB,
     together: bool = False,
+    shared: Mapping[str, Sequence[Layout]] | None = None,
+    multiple: int = 1,
 ) -> Plan:
-    """Every module on devices of its own, one lane a stage; `together`: all stages on the same devices, one lane."""
+    """Every module on devices of its own, one lane a stage; `together`: all stages on the same devices, one lane;
+    `shared`: modules that lie on the lanes of the language model, whole, with a layout for each of them, whose stages
+    take turns and `multiple` microbatches together; with one layout, on the first lane, the generator on the last."""
     groups: list[GroupPlan] = []
     stages: list[Stage] = []
+    shared, starts, first = shared or {}, dict[str, int](), 0
     for module in the_model.modules:
+        starts[module.name] = first
+        if module.name not in shared and not together:
+            first += layouts[module.name].size * (len(layouts[module.name].cuts) + 1)
+    for module in the_model.modules:
+        each = shared.get(module.name, ())
+        for turn, layout in enumerate(each):
+            lane = len(layouts["language"].cuts) if module.name == "generator" and len(each) == 1 else turn
+            groups.append(_group(layout, starts["language"] + lane * layout.size))
+            stage = _stage(module, (0, len(module.layers)), len(groups) - 1, recompute, layout)
+            stages.append(replace(stage, turn=turn, turns=len(each), microbatch_multiple=multiple))
         layout = layouts[module.name]
-        for run in pairwise((0, *layout.cuts, len(module.layers))):
+        for place, run in enumerate(pairwise((0, *layout.cuts, len(module.layers))) if not each else ()):
             if not together or not groups:
-                first = sum(len(group.devices) for group in groups)
-                axes = (AxisPlan(name="replica", shares=layout.replicas), AxisPlan(name="shard", shares=layout.shards))
-                groups.append(GroupPlan(axes=axes, devices=tuple(range(first, first + layout.size))))
-            stages.append(
-                Stage(
-                    module=module.name, layers=run, group=len(groups) - 1, space=module.space, recompute=recompute,
-                    sharding=layout.sharding if len(layout.shards) > 1 else "none",
-                )
-            )  # fmt: skip
+                groups.append(_group(layout, starts[module.name] + (0 if together else place * layout.size)))
+            stages.append(_stage(module, run, len(groups) - 1, recompute, layout))
+    if order.startswith("inline"):
+        stages = [replace(stage, group=groups.index(groups[stage.group])) for stage in stages]
+        used = sorted({stage.group for stage in stages})
+        stages = [replace(stage, group=used.index(stage.group)) for stage in stages]
+        groups = [groups[index] for index in used]
+    known: dict[frozenset[int], int] = {}
+    lanes = [known.setdefault(frozenset(groups[stage.group].devices), len(known)) for stage in stages]
     programs = Programs(the_model)
-    edges = [_edge(source, stages[source : source + 2], groups, programs) for source in range(len(stages) - 1)]
+    edges = [_edge(*ends, stages, groups, programs) for ends in _chain(stages)]
     parameters = _parameters(the_model, stages, groups, programs, zero1)
-    lanes = tuple(stage.group for stage in stages)
-    problem = Problem(placement=lanes, microbatches=microbatches, edges=edge_keys(edges))
+    problem = Problem(placement=tuple(lanes), microbatches=microbatches, edges=edge_keys(edges), turns=turns_of(stages))
     frozen = frozen_in(len(stages), edges, parameters)
-    lowered = lower_for(family(order)(problem), groups, stages, edges, parameters, frozen=frozen)
+    beside = [index for index, stage in enumerate(stages) if stage.module in shared]
+    way = family(order.rpartition(" ")[2])
+    if order.startswith("inline"):
+        computed = inline_order(way.build, problem)
+    else:
+        computed = multiplexed(way, problem, beside, frozen=frozen) if order.startswith("beside") else way(problem)
+    lowered = lower_for(computed, groups, stages, edges, parameters, frozen=frozen)
     packed = (Space(name=m.space, rows=job.batch, tokens=0) for m in the_model.modules if m.space != "samples")
     return Plan(
         version=2,
@@ -133,8 +167,34 @@ def plan(
     )
 
 
-def _edge(source: int, ends: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs) -> Edge:
+def _group(layout: Layout, first: int) -> GroupPlan:
+    axes = (AxisPlan(name="replica", shares=layout.replicas), AxisPlan(name="shard", shares=layout.shards))
+    return GroupPlan(axes=axes, devices=tuple(range(first, first + layout.size)))
+
+
+def _stage(module: Any, run: tuple[int, int], group: int, recompute: Any, layout: Layout) -> Stage:
+    return Stage(
+        module=module.name, layers=run, group=group, space=module.space, recompute=recompute,
+        sharding=layout.sharding if len(layout.shards) > 1 else "none",
+    )  # fmt: skip
+
+
+def _chain(stages: Sequence[Stage]) -> list[tuple[int, int]]:
+    """From each stage to the next, or to and from each of those that take turns."""
+    units = [[stage for stage in range(len(stages)) if stages[stage].module == name and stages[stage].turns > 1]
+             for name in dict.fromkeys(stage.module for stage in stages)]  # fmt: skip
+    together = {stage: unit for unit in units for stage in unit}
+    order: list[list[int]] = []
+    for stage in range(len(stages)):
+        unit = together.get(stage, [stage])
+        if unit not in order:
+            order.append(unit)
+    return [(one, two) for ahead, behind in pairwise(order) for one in ahead for two in behind]
+
+
+def _edge(source: int, target: int, stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs) -> Edge:
     """Partial gradients are added before they leave where the other side is no equal grid."""
+    ends = [stages[source], stages[target]]
     shares = [groups[stage.group].axes[1].shares for stage in ends]
     last, first = (
         programs.program(programs.layers(stage.module, stage.layers)[end], sharding_key(stage), own)
@@ -146,7 +206,7 @@ def _edge(source: int, ends: Sequence[Stage], groups: Sequence[GroupPlan], progr
     whole = "I" if back == "P" and (received != "P" or len(shares[0]) != len(shares[1])) else back
     return Edge(
         source=source,
-        target=source + 1,
+        target=target,
         forward=Wire(sent=(rows, gives), wire=(rows, gives), received=(rows, takes)),
         gradient=Wire(sent=(rows, back), wire=(rows, whole), received=(rows, received)),
     )
@@ -160,8 +220,12 @@ def _parameters(
     for module in the_model.modules:
         own = [index for index, stage in enumerate(stages) if stage.module == module.name]
         split = zero1 and len(groups[stages[own[0]].group].axes[0].shares) > 1
-        for one in make_parameters(module, [stages[index] for index in own], groups, programs, split):
-            found.append(replace(one, uses=tuple(own[use] for use in one.uses), owner=own[one.owner]))
+        turns = stages[own[0]].turns > 1
+        for one in make_parameters(
+            module, [stages[index] for index in own[: 1 if turns else None]], groups, programs, split
+        ):
+            uses = tuple(own) if turns else tuple(own[use] for use in one.uses)
+            found.append(replace(one, uses=uses, owner=own[one.owner]))
     return tuple(found)
 
 
@@ -215,7 +279,7 @@ def feeds(the_plan: Plan, names: tuple[str, ...], device: int, step_: int) -> di
         group = the_plan.groups[stage.group].group()
         if device in group.devices:
             replica = group.position(device, "replica")
-            runs = [shape.run(index, microbatch, replica) for microbatch in range(the_plan.order.microbatches)]
+            runs = [shape.run(index, unit, replica) for unit in shape.units(index)]
             result[index] = [[_feed(batch(names, step_, slice(*run))[stage.module], step_)] for run in runs]
     return result
 

@@ -1,62 +1,135 @@
-"""What a run says of images that broke after they were indexed, and of the data that it waited for."""
+"""Images that broke after they were indexed: runs that end for them or do without their samples, and what is said."""
 
 from __future__ import annotations
 
-import io
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import modules_toys as toys
 import pytest
 import torch
 from modules_toys import Layout
-from test_train_images import JOB, small_model, write_index
+from test_train_images import JOB, losses, small_model, write_index
+from train_toys import command, start, train_here
 
-from pipefit.data.multimodal.index import open_index
-from pipefit.errors import DataError, RunError
+from pipefit.data.multimodal.index import IMAGE, make_index, open_index
+from pipefit.data.multimodal.sample_rows import rows_of_index
+from pipefit.data.multimodal.sequence import images_of
+from pipefit.data.multimodal.step import multimodal_step
+from pipefit.data.stepplan import batch_shape
+from pipefit.errors import RunError
+from pipefit.plan.check import save_plan
+from pipefit.run import checkpoint
+from pipefit.run.build import build_worker
+from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig, check_train_config
 from pipefit.run.image_feeding import ImageFeeding, open_images
-from pipefit.run.metrics import Log
-from pipefit.run.train import Run
+from pipefit.run.optimizer import OptimizerConfig
 from pipefit.show.record import read_run
 
 
 def feeding(index: Path, **options: Any) -> ImageFeeding:
     model = small_model()
     plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
-    config = TrainConfig(plan="p", run_dir="r", steps=4, data=(str(index),), held_out=0, **options)
+    config = TrainConfig(plan="p", run_dir="r", steps=4, data=(str(index),), **{"held_out": 0, **options})
     return open_images(plan, model, check_train_config(config), 0, torch.device("cpu"))
 
 
-def test_a_broken_image_ends_the_step_or_is_told_once(tmp_path: Path) -> None:
-    """Workers and the process itself feed the same, and what was replaced stands in the metrics."""
+def losses_of(index: Path, **options: Any) -> list[float]:
+    """Of four steps and an evaluation on one device, in float64."""
+    feeds, model = feeding(index, **options), small_model()
+    plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+    worker = build_worker(plan, model, Comms(torch.device("cpu")), torch.device("cpu"), OptimizerConfig(lr=0.01))
+    found = []
+    for step in range(4):
+        fed = feeds.step(step)
+        found.append(float(worker.step(fed.feeds, step, fed.divisor, fed.counts).loss))
+    fed = feeds.evaluation(0)
+    sums = worker.evaluate(fed.feeds, fed.counts)
+    return [*found, float(worker.mean_loss(sums, worker.divisors(fed.divisor)))]
+
+
+def test_training_goes_on_as_if_the_sample_were_empty(tmp_path: Path) -> None:
+    """Against a manifest in which those samples have no text and no image: the loss and its divisor do without them.
+    One is trained on, another one held out."""
+    folders = [tmp_path / name for name in ("broken", "empty")]
+    whole, indexes = losses_of(write_index(tmp_path / "whole"), held_out=2), [write_index(each) for each in folders]
+    rows = (folders[1] / "manifest.jsonl").read_text().splitlines()
+    for sample, kind in ((1, "image"), (6, "generate"), (12, "generate")):
+        (folders[0] / next(part[kind] for part in json.loads(rows[sample])["parts"] if kind in part)).unlink()
+        rows[sample] = json.dumps({"id": "empty", "parts": [{"text": ""}]})
+    (folders[1] / "manifest.jsonl").write_text("\n".join(rows) + "\n")
+    make_index(replace(open_index(indexes[0]).summary.request, source=str(folders[1] / "manifest.jsonl")), indexes[1])
+    found = losses_of(indexes[0], held_out=2, on_broken="skip")
+    assert found == losses_of(indexes[1], held_out=2)
+    assert all(abs(a - b) > 1e-6 for a, b in zip(found, whole, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_run_of_four_processes_ends_or_goes_on_without_the_samples_and_so_does_its_resume(tmp_path: Path) -> None:
+    """An image of the third step is gone. The run ends there with one message, and has saved its two steps; from there
+    it goes on without the sample, as one process does that was told so from the first."""
+    model, index = small_model(), write_index(tmp_path, samples=26)
+    alone = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+    apart = toys.plan(
+        model, dict(zip(toys.ALL, (Layout(), Layout((2, 1)), Layout()), strict=True)), microbatches=2, job=JOB
+    )
+    for name, plan in (("alone", alone), ("apart", apart)):
+        save_plan(plan, tmp_path / f"{name}.json")
+    data = ("--held-out", "2", "--lr", "0.01")
+    opened, rows = open_index(index), rows_of_index(open_index(index), JOB.sequence, batch=JOB.batch, held_out=2)
+    third = multimodal_step(batch_shape(alone), rows, 2).rows.tolist()
+    sample = next(row for row in third if images_of(opened, rows, row, IMAGE))
+    path = opened.image_path(images_of(opened, rows, sample, IMAGE)[0].image)
+    path.unlink()
+    four = (*data, "--local", "4", "--workers", "1")
+    failed = start(command(tmp_path / "apart.json", index, tmp_path / "run", *four, steps=4))
+    assert failed.returncode == 2, failed.stderr
+    assert failed.stderr.count("pipefit:") == 1
+    assert f"{path} (sample s{sample}, step 3)" in failed.stderr and "there is no such file" in failed.stderr
+    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    skip = ("--on-broken", "skip")
+    code, error = train_here(tmp_path / "alone.json", index, tmp_path / "one", *data, *skip, steps=4)
+    assert code == 0, error
+    resume = ("--resume", str(tmp_path / "run"))
+    done = start(command(tmp_path / "apart.json", index, tmp_path / "run", *four, *skip, *resume, steps=4))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line for line in told if "broken_images" in line] == [
+        {"step": 3, "broken_images": {str(path): "there is no such file"}, "samples_left_out": 1}
+    ]
+    assert done.stdout.count(f"among them {path}: there is no such file; samples left out so far: 1") == 1
+    left_out = checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "step-00000004").extra["left_out"]
+    assert left_out == [sample]
+
+
+def test_a_checkpoint_keeps_what_was_left_out_though_the_image_is_whole_again(tmp_path: Path) -> None:
+    """Two steps are an epoch and have met all that is broken; the files are back in their places when a run resumes."""
     index = write_index(tmp_path)
-    for image in range(open_index(index).summary.images):
-        path = open_index(index).image_path(image)
-        path.write_bytes(path.read_bytes()[:40] if image == 2 else path.read_bytes())
-    with pytest.raises(DataError, match="broken now"):
-        for step in range(3):
-            feeding(index).step(step)
-    fed = [feeding(index, on_broken="blank", workers=workers) for workers in (0, 1)]
-    out = io.StringIO()
-    log = Log(tmp_path, out=out)
-    run: Any = SimpleNamespace(feeding=fed[1], world=SimpleNamespace(size=1), _broken=set())
-    for step in range(3):
-        one, two = (each.step(step) for each in fed)
-        for stage, microbatches in one.feeds.items():
-            for mine, others in zip(microbatches, two.feeds[stage], strict=True):
-                assert mine[0].data.keys() == others[0].data.keys()
-                assert all(torch.equal(value, others[0].data[name]) for name, value in mine[0].data.items())
-        Run.tell_broken(run, step + 1, log)
-    fed[1].close()
-    log.close()
-    path = str(open_index(index).image_path(2))
-    assert fed[0].broken == fed[1].broken and list(fed[1].broken) == [path]
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [list(record["broken_images"]) for record in records] == [[path]], "told once, over three steps"
-    assert f"broken images: 1, among them {path}: " in out.getvalue()
+    plan = toys.plan(small_model(), dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+    save_plan(plan, tmp_path / "plan.json")
+    paths = [open_index(index).image_path(image) for image in range(8)]
+    kept = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    options = ("--held-out", "2", "--lr", "0.01", "--on-broken", "skip")
+    saving = ("--save-every", "2")
+    code, error = train_here(tmp_path / "plan.json", index, tmp_path / "one", *options, *saving, steps=4)
+    assert code == 0, error
+    for path, data in zip(paths, kept, strict=True):
+        path.write_bytes(data)
+    resume = ("--resume", str(tmp_path / "one" / "checkpoints" / "step-00000002"))
+    code, error = train_here(tmp_path / "plan.json", index, tmp_path / "on", *options, *resume, steps=4)
+    assert code == 0, error
+    trained = [
+        [line["loss"] for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "loss" in line]
+        for name in ("one", "on")
+    ]
+    assert len(trained[0]) == 4 and trained[0][2:] == trained[1]
 
 
 def test_a_report_passes_over_what_was_said_of_images(tmp_path: Path) -> None:
@@ -65,8 +138,6 @@ def test_a_report_passes_over_what_was_said_of_images(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = small_model()
     plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
-    from pipefit.plan.check import save_plan
-
     save_plan(plan, tmp_path / "plan.json")
     assert [each.step for each in read_run(tmp_path).steps] == [1]
 
@@ -76,3 +147,15 @@ def test_workers_of_no_known_kind(tmp_path: Path) -> None:
         check_train_config(TrainConfig(plan="p", run_dir="r", steps=1, prepare="threads"))  # type: ignore[arg-type]
     assert (error.value.where, error.value.seen) == ("--prepare", "threads")
     assert error.value.allowed == "processes or ray"
+
+
+def test_a_replica_without_rows_has_no_documents_to_keep_apart(tmp_path: Path) -> None:
+    """Two replicas of the language model and one row a microbatch."""
+    model = small_model()
+    layouts = dict(zip(toys.ALL, (Layout(), Layout((1, 1)), Layout()), strict=True))
+    plan = toys.plan(model, layouts, microbatches=6, job=replace(JOB, documents="apart"))
+    config = TrainConfig(plan="p", run_dir="r", steps=1, data=(str(write_index(tmp_path)),), held_out=0)
+    for device in (1, 2):
+        fed = open_images(plan, model, config, device, torch.device("cpu")).step(0)
+        found = {len(slices[0].rows) for each in fed.feeds.values() for slices in each}
+        assert found == {1 if device == 1 else 0} or found == {0 if device == 1 else 1}

@@ -21,6 +21,7 @@ from pipefit.run.faults import (
     is_connection_lost,
     is_out_of_memory,
     out_of_memory,
+    say_once,
     verify_ranks,
 )
 from pipefit.run.launch import _judge, rank_token
@@ -92,6 +93,19 @@ def test_the_end_of_the_store_is_told(capsys):
     monitor.start()
     assert wait_for(lambda: left == [2])
     assert "the host that started the run died" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_not_the_first_waits_for_the_word_of_the_first_and_speaks_if_none_comes(capsys):
+    """The first may be stopped between its claim and its word: what it would have said is said by the next."""
+    error = RunError("It broke.")
+    store = dist.HashStore()
+    say_once(store, error, 0.2)
+    say_once(store, RunError("Something else broke."), 5.0)
+    assert capsys.readouterr().err == f"pipefit: {error.text()}\n"
+    stopped = dist.HashStore()
+    stopped.add("pipefit/claimed", 1)
+    say_once(stopped, error, 0.2)
+    assert capsys.readouterr().err == f"pipefit: {error.text()}\n" and stopped.check(["pipefit/fault"])
 
 
 def test_out_of_memory_stands_beside_the_prediction():

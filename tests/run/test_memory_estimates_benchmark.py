@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipefit.run.verify_record import configuration
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,7 +23,8 @@ def test_quick_benchmark(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
     result = json.loads(out.read_text())
     assert "corrected" in done.stdout and "commit" in result["provenance"]
-    assert {run["case"]["devices"] for run in result["judged"]} == {8} and len(result["judged"]) == 4
+    assert {run["case"]["devices"] for run in result["judged"]} == {8} and len(result["judged"]) == 6
+    assert result["sliced_and_recomputed"]["runs"] == 2
     figures = result["figures"]["corrected"]
     assert figures["mean error"] <= 0.04 and figures["under-estimates beyond the margin"] == 0
     assert figures["mean error"] < result["figures"]["analytic"]["mean error"]
@@ -45,3 +48,26 @@ def test_the_page_quotes_the_committed_result() -> None:
     assert {run["case"]["devices"] for run in result["judged"]} == {8, 16}
     assert f"{result['correction']['plans']} plans" in page and f"{corrected['runs']} plans" in page
     assert result["real"] and all(one["largest_difference"] <= 0.002 for one in result["real"])
+
+
+def test_plans_recorded_by_earlier_versions_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from memory_estimates import Case, plan_of
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "memory_estimates.json").read_text())
+    for run in (result["learned"][0], result["learned"][-1]):
+        assert configuration(plan_of(Case(**run["case"]))[0]) == run["plan"]
+
+
+def test_the_page_quotes_plans_with_slices_and_recomputation() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "memory_sliced.json").read_text())
+    page = " ".join((ROOT / "docs" / "memory.md").read_text().split())
+    judged, corrected, limits = result["judged"], result["figures"]["corrected"], result["limits"]
+    assert all(run["case"]["slices"] > 1 and run["case"]["recompute"] != "none" for run in judged)
+    assert len(judged) >= 20 and {run["case"]["devices"] for run in judged} == {8, 16}
+    bare = result["figures"]["analytic, without the assumed workspace"]
+    for one, what in ((bare, "without the assumed workspace"), (corrected, "corrected")):
+        words = f"{one['mean error']:.2%} on average, {one['largest under-estimate']:.2%} under at most ({what})"
+        assert words.replace("%", " %") in page
+    assert f"{len(judged)} plans with both" in page
+    assert corrected["mean error"] <= limits["mean error"] and not corrected["under-estimates beyond the margin"]

@@ -14,9 +14,10 @@ from worker_cases import prepare
 
 from pipefit.errors import PlanError
 from pipefit.plan.check import check_plan
-from pipefit.plan.types import GroupPlan
 from pipefit.run.packed import TokenRuns
+from pipefit.run.planned import edge_shapes
 from pipefit.run.runnable import check_runnable
+from pipefit.run.wiring import channel_pairs, directions
 
 
 def layouts(*each: Layout):
@@ -134,17 +135,43 @@ def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_po
         assert one == pytest.approx((loss, norm), rel=1e-10)
 
 
+def test_shards_that_meet_in_any_step_have_channels(gloo_pool):
+    """Which shards of split tokens meet depends on the counts: with one token a sample some never do."""
+    each, words = LAYOUTS["1, 2 x 2 shards, 2 shards, split tokens"]
+    model = toys.model()
+    plan = toys.plan(model, each, **words)
+    shape_of, tokens = edge_shapes(plan, model), TokenRuns(plan)
+    edges = {(edge.source, edge.target, edge.tensor): shape_of(edge, 0) for edge in plan.edges}
+
+    def used() -> set[tuple[int, int]]:
+        found = set()
+        for (*key, _), way in directions(plan).items():
+            for microbatch in range(plan.order.microbatches):
+                shape, runs = way.packed(edges[tuple(key)], tokens, microbatch)
+                for device in way.sender.devices:
+                    found |= {(device, piece.peer) for piece in way.sends(shape, device, runs).pieces}
+        return found
+
+    made, simple, met = {*channel_pairs(plan, lambda edge: shape_of(edge, 0))}, used(), set()
+    for step in range(3):
+        tokens.set(toys.counts(ALL, step))
+        met |= used()
+    assert met - simple, "a case in which one token a sample would do"
+    assert met <= made
+    gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
+    found = gloo_pool.run(cases.run_steps, plan, model, 2, False, ranks=len(plan.devices))[0]
+    assert found["steps"] == run(gloo_pool, plan, model, 2)["steps"]
+
+
 def test_what_is_not_run_is_refused():
     each, words = LAYOUTS["one device for all"]
     plan = toys.plan(toys.model(), each, **words)
     with pytest.raises(PlanError, match=r"Packed images are not cut into slices(.|\n)*packed space 'patches'"):
         check_runnable(replace(plan, order=replace(plan.order, slices=(13, 13))))
-    two = toys.plan(toys.model(), dict.fromkeys(ALL, Layout((1, 1))), together=True, order="gpipe")
-    axes = tuple(replace(axis, shares=axis.shares[::-1]) for axis in two.groups[0].axes[::-1])
-    other = GroupPlan(axes=axes, devices=two.groups[0].devices)
-    apart = replace(two.stages[1], group=1)
-    mixed = replace(two, groups=(*two.groups, other), stages=(two.stages[0], apart, *two.stages[2:]))
-    with pytest.raises(PlanError, match=r"different grids are not run yet(.|\n)*shard 1, replica 1:1 on 0, 1, beside"):
-        check_runnable(mixed)
+    shards = layouts(Layout(shards=(1, 1), sharding="megatron-sp"), Layout((1, 1)), Layout())
+    split = toys.plan(toys.model(), shards, microbatches=2)
+    together = replace(split, stages=(replace(split.stages[0], microbatch_multiple=2), *split.stages[1:]))
+    with pytest.raises(PlanError, match=r"tokens whole on every shard(.|\n)*edges\[0\], stage 0(.|\n)*G1"):
+        check_runnable(together)
     with pytest.raises(PlanError, match=r"how many tokens every sample has(.|\n)*'latents'(.|\n)*each of the 12"):
         TokenRuns(plan).set({"patches": [0] * 12})

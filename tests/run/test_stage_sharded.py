@@ -64,8 +64,10 @@ def programs_step(group, rank, whole, layers, programs, recompute, mode, feeds, 
         else:
             program.backward_input(m, piece, {})
             program.backward_weight(m, piece)
-    program.evaluate({}, feeds[0])  # keeps nothing, and takes part in the same collectives on every device
-    assert not program._records
+    stops = [0, *itertools.accumulate(lengths or [feeds[0].tokens.shape[1]])]
+    for piece, (start, stop) in enumerate(itertools.pairwise(stops)):  # the same collectives on every device
+        program.evaluate(0, piece, {}, cut_feed(feeds[0], start, stop))
+    assert not program._records and not program._past
     alike = {layer.parameters[name] for layer, p in zip(layers, programs, strict=True)
              for name in reduced_nowhere(p.graphs[rank])}  # fmt: skip
     return loss, {

@@ -79,10 +79,15 @@ def test_the_window_of_an_uncut_sequence():
     assert_close(buffers, wanted, 1e-12)
 
 
-def test_evaluation_takes_the_whole_sequence_whatever_the_slices():
-    feed = toy_feed(2, TOKENS)
-    cut = StageProgram(toy_layers(), dtype=torch.float64, slices=3)
+@pytest.mark.parametrize("kind", ["evaluation", "frozen"])
+def test_forwards_alone_come_in_slices_and_leave_nothing(kind):
+    feed, edges = toy_feed(2, TOKENS), list(itertools.pairwise((0, 5, 9, TOKENS)))
+    cut = StageProgram(toy_layers(), dtype=torch.float64, slices=3, backward=kind == "evaluation")
     fill(cut)
     whole = StageProgram(toy_layers(), dtype=torch.float64)
     fill(whole)
-    assert torch.allclose(cut.evaluate({}, feed)["loss"], whole.evaluate({}, feed)["loss"], rtol=1e-12)
+    call = cut.evaluate if kind == "evaluation" else cut.forward
+    for microbatch in (0, 1, 0):
+        loss = sum(call(microbatch, i, {}, cut_feed(feed, a, b))["loss"] for i, (a, b) in enumerate(edges))
+        assert torch.allclose(loss, whole.evaluate(0, 0, {}, feed)["loss"], rtol=1e-12)
+        assert not cut._past

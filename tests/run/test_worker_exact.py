@@ -185,13 +185,11 @@ def cases_of(pool, the_plan: Plan, name: str, steps: int, tagged: bool = True):
     return pool.run(cases.run_steps, *arguments, ranks=len(the_plan.devices))[0]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
-    name, make = CASES[case]
-    the_plan = make()
+def check_one_step(pool, the_plan: Plan, name: str):
+    """Loss, every gradient and the global norm of a plan's step are one process's."""
     check_plan(the_plan)
     loss, gradients = reference(name)
-    found = cases_of(gloo_pool, the_plan, name, 1)
+    found = cases_of(pool, the_plan, name, 1)
     assert found["steps"][0][0] == pytest.approx(loss, rel=1e-12)
     assert set(found["gradients"]) == set(gradients)
     norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
@@ -200,6 +198,12 @@ def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
         wanted = gradient.numpy()
         error = np.abs(found["gradients"][parameter] - wanted).max()
         assert error <= 1e-10 * np.abs(wanted).max(), f"{parameter}: {error / np.abs(wanted).max():.3g}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
+    name, make = CASES[case]
+    check_one_step(gloo_pool, make(), name)
 
 
 AFTER_STEPS = [

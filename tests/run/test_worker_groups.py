@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import worker_plans as plans
-from test_worker_exact import cases_of, one_process, reference
+from test_worker_exact import cases_of, check_one_step, one_process
 
 from pipefit.cluster import local
 from pipefit.cost.curves import best_costs
 from pipefit.cost.network import Network
 from pipefit.layout import parse_form
 from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.searched import setting_of
 from pipefit.plan.types import Plan
@@ -82,18 +81,7 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
     name, make = CASES[case]
-    the_plan = make()
-    check_plan(the_plan)
-    loss, gradients = reference(name)
-    found = cases_of(gloo_pool, the_plan, name, 1)
-    assert found["steps"][0][0] == pytest.approx(loss, rel=1e-12)
-    assert set(found["gradients"]) == set(gradients)
-    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
-    assert found["steps"][0][1] == pytest.approx(norm, rel=1e-11), "the global norm counts a parameter not once"
-    for parameter, gradient in gradients.items():
-        wanted = gradient.numpy()
-        error = np.abs(found["gradients"][parameter] - wanted).max()
-        assert error <= 1e-10 * np.abs(wanted).max(), f"{parameter}: {error / np.abs(wanted).max():.3g}"
+    check_one_step(gloo_pool, make(), name)
 
 
 def test_parameters_agree_after_some_steps(gloo_pool):

@@ -192,7 +192,7 @@ def test_zero_gives_every_element_to_exactly_one_rank(ways):
     owned: dict[str, list[tuple[int, int]]] = {}
     for place in range(ways):
         entries = [entry(f"{i}", (5 + i, 7), i, scatter_over=("replica",)) for i in range(4)]
-        for bucket in make_buckets(entries, torch.float32, 1 << 20, {("replica",): (place, ways)}):
+        for bucket in make_buckets(entries, torch.float32, 1 << 20, {(0, ("replica",)): (place, ways)}):
             assert len(bucket.parameters) % ways == 0
             for e, local, piece in bucket.owned_runs():
                 owned.setdefault(e.name, []).append(local)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import worker_plans as plans
-from test_worker_exact import cases_of, reference
+from test_worker_exact import check_one_step
 
 from pipefit.cluster import local
 from pipefit.cost.curves import best_costs
@@ -21,7 +20,6 @@ from pipefit.cost.network import Network
 from pipefit.errors import PlanError
 from pipefit.layout import parse_form
 from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.searched import setting_of
 from pipefit.plan.types import Plan
@@ -78,20 +76,10 @@ CASES: dict[str, tuple[str, Callable[[], Plan]]] = {
 def test_norm_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
     name, make = CASES[case]
     the_plan = make()
-    check_plan(the_plan)
     words = {each.name: each for each in the_plan.parameters if each.shape[0] == plans.VOCABULARY}
     assert len(words) == (1 if name == "tied" else 2)
     assert {each.stored[1] for each in words.values()} == {"G0"}
-    loss, gradients = reference(name)
-    found = cases_of(gloo_pool, the_plan, name, 1)
-    assert found["steps"][0][0] == pytest.approx(loss, rel=1e-12)
-    assert set(found["gradients"]) == set(gradients)
-    norm = sum(float((g**2).sum()) for g in gradients.values()) ** 0.5
-    assert found["steps"][0][1] == pytest.approx(norm, rel=1e-11), "the global norm counts a parameter not once"
-    for parameter, gradient in gradients.items():
-        wanted = gradient.numpy()
-        error = np.abs(found["gradients"][parameter] - wanted).max()
-        assert error <= 1e-10 * np.abs(wanted).max(), f"{parameter}: {error / np.abs(wanted).max():.3g}"
+    check_one_step(gloo_pool, the_plan, name)
 
 
 def test_a_table_by_words_and_by_features_is_refused():

@@ -17,7 +17,7 @@ from pipefit.run import checkpoint
 from pipefit.run.build import build_worker, make_groups
 from pipefit.run.checkpoint_gather import gather_full
 from pipefit.run.comms import Comms
-from pipefit.run.feeds import evaluation_feeds, make_feeds
+from pipefit.run.feeds import make_feeds
 from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.state import all_pieces, gradient_pieces, model_pieces
 from pipefit.run.worker import Worker
@@ -154,7 +154,7 @@ def evaluate(plan: Plan, model: Model, vocabulary: int, train_first: bool) -> fl
     worker = build(plan, model, OptimizerConfig(lr=1e-30, weight_decay=0.0))
     if train_first:
         train(worker, plan, vocabulary, range(1))
-    feeds = evaluation_feeds(
+    feeds = make_feeds(
         plan,
         worker.device,
         ArrayRows(plan.job.sequence, vocabulary, plan.job.documents),

@@ -29,7 +29,7 @@ def command(
     pack: bool = typer.Option(False, "--pack", help="Put as many samples with images into a sequence as fit."),
     on_long: str = typer.Option("fail", help="What a sample does that is longer than the sequence: fail or skip."),
     on_broken: str = typer.Option(
-        "fail", help="What an image does that has broken since it was indexed: fail or blank."
+        "fail", help="What an image does that has broken since it was indexed: fail or skip (its sample)."
     ),
     cluster: str = typer.Option("", help="The cluster, where it is not to be found as the plan names it."),
     local: int = typer.Option(0, help="Start this many ranks on this machine."),

@@ -23,7 +23,7 @@ def reduce_copy_bytes(work: PipelineWork, gloo: bool) -> tuple[float, ...]:
     width = GRADIENT_BYTES[work.precision]
     found = []
     for index, stage in enumerate(work.stages):
-        copies = gloo and stage.split_state and stage.group.axis("replica").size > 1
+        copies = gloo and stage.split_state and stage.group.axis("replica").size > 1 and stage.turns == 1
         own = [tied for tied in work.tied if index in tied.stages and stage.group.axis("shard").size == 1]
         shared = sum(tied.elements for tied in own if len({work.stages[other].lane for other in tied.stages}) > 1)
         found.append(float((max(stage.parameters.trainable) - shared) * width) if copies else 0.0)
@@ -47,7 +47,7 @@ def end_bytes(work: PipelineWork, gloo: bool, shares: Sequence[float] | None = N
         run[stage.lane] = max(run[stage.lane], 8.0 * min(largest, RUN_ELEMENTS["cpu" if gloo else "gpu"]))
     for tied in work.tied:
         lanes = {work.stages[index].lane for index in tied.stages}
-        for lane in lanes if len(lanes) > 1 else ():
+        for lane in lanes if len(lanes) > 1 and not tied.rings else ():
             exchanged[lane] += len(lanes) * tied.elements * width  # a copy for each of the others, and of its own
     return tuple(map(max, run, exchanged))
 

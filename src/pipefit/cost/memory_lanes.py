@@ -105,7 +105,7 @@ def _tied_parts(work: PipelineWork, lane: int, held: Sequence[Holding]) -> Mappi
     changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for tied in work.tied:
         own = [index for index in tied.stages if work.stages[index].lane == lane]
-        if not own:
+        if not own or tied.rings:  # a sum over all devices is made in place
             continue
         others = len({work.stages[index].lane for index in tied.stages}) - 1
         changes["gradients"] += others * tied.elements * GRADIENT_BYTES[work.precision]

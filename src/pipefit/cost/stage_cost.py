@@ -24,6 +24,8 @@ class StageCost(NamedTuple):
     input_passing_bytes: float
     fused_passing_bytes: float
     weight_passing_bytes: float
+    owed_bytes: float
+    "To the keys and values of earlier slices, when the backward is over."
 
 
 def worst_stage(each: Iterable[StageCost]) -> StageCost:
@@ -36,10 +38,7 @@ def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -
     one that holds for all."""
 
     def array(value: Callable[[StageCost], float]) -> Array:
-        if microbatches == 1:
-            return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
-        own = [row if len(row) == microbatches else [row[0]] * microbatches for row in costs]
-        return np.array([[[value(cost)] for cost in row] for row in own], dtype=np.float64)
+        return _array(costs, value, microbatches)
 
     return {
         "F": ActionTable(
@@ -63,3 +62,15 @@ def action_tables(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -
             peak_bytes=array(lambda c: c.fused_passing_bytes),
         ),
     }
+
+
+def owed_table(costs: Sequence[Sequence[StageCost]], microbatches: int = 1) -> Array:
+    """`CostTable.owed_bytes`; arguments as of `action_tables`."""
+    return _array(costs, lambda cost: cost.owed_bytes, microbatches)
+
+
+def _array(costs: Sequence[Sequence[StageCost]], value: Callable[[StageCost], float], microbatches: int) -> Array:
+    if microbatches == 1:
+        return np.array([[[value(cost) for cost in row]] for row in costs], dtype=np.float64)
+    own = [row if len(row) == microbatches else [row[0]] * microbatches for row in costs]
+    return np.array([[[value(cost)] for cost in row] for row in own], dtype=np.float64)

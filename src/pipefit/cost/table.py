@@ -26,8 +26,9 @@ from pipefit.cost.network import Network
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.packed import packed_costs
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place, forward_alone
-from pipefit.cost.stage_cost import StageCost, action_tables, worst_stage
+from pipefit.cost.stage_cost import StageCost, action_tables, owed_table, worst_stage
 from pipefit.cost.stage_memory import stage_memory
+from pipefit.cost.turns import with_turns
 from pipefit.cost.types import Array, CostTable, KindMemory
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import AxisName, Group, split
@@ -55,21 +56,24 @@ def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> Cost
             beside[key] = beside_backward(stage, work, network, layers)
     by_kind = [of_each[key] for key in keys]
     statics = lane_parts(work)
+    worst = [[worst_stage(each.values()) for each in row] for row in by_kind]
     summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
     hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
     costs = CostTable(
-        actions=action_tables([[worst_stage(each.values()) for each in row] for row in by_kind], work.ragged),
+        actions=action_tables(worst, work.ragged),
         edges=tuple(edge_cost(edge, network) for edge in work.edges),
         reduce_s=summed_s + _tied_s(work, network),
         reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
         gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
         step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
         static_bytes=np.array([sum(parts.values()) for parts in statics]),
+        owed_bytes=owed_table(worst, work.ragged),
         reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
         overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
         receives_ahead=network.over_gloo,
         notes=(*_provenance(network), *layers.notes, *NOTES),
     )
+    costs = with_turns(costs, work, network)
     if not lanes_differ(work, network):
         return costs
     kinds = tuple(_kind_memory(name, costs, by_kind, work, network) for name in network.cluster.kinds)
@@ -144,7 +148,10 @@ def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
 
 
 def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
-    """Seconds to sum the stage's gradients: over the replicas, and over the shard axis what is whole there."""
+    """Seconds to sum the stage's gradients: over the replicas, and over the shard axis what is whole there. Those of
+    stages that take turns wait for each other (`cost/turns.py`)."""
+    if stage.turns > 1:
+        return 0.0
     width = GRADIENT_BYTES[work.precision]
     total = 0.0
     if stage.group.axis("shard").size > 1:
@@ -296,6 +303,7 @@ def _kind_memory(
     table = replace(
         costs,
         actions=action_tables(own, work.ragged),
+        owed_bytes=owed_table(own, work.ragged),
         edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
         static_bytes=np.array([sum(each.values()) for each in parts]),
     )
@@ -343,6 +351,7 @@ def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
         memory.saved_bytes,
         memory.pending_bytes,
         *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
+        sum(cost.owed_behind for cost in each),
     )
 
 
@@ -350,7 +359,8 @@ def _tied_s(work: PipelineWork, network: Network) -> Array:
     """Per stage: exchanging the gradients of parameters that it shares with other stages."""
     total = np.zeros(len(work.stages))
     for tied in work.tied:
-        total[list(tied.stages)] += network.transfer(tied.messages).whole_s
+        if not tied.rings:
+            total[list(tied.stages)] += network.transfer(tied.messages).whole_s
     return total
 
 

@@ -74,12 +74,17 @@ class CostTable:
     edges: tuple[EdgeCost, ...]
     reduce_s: Array
     "Per stage: reduction of its gradients, once an iteration."
+    tied_s: Array = field(default_factory=lambda: np.zeros(1))
+    "Per stage: summing its gradients over all stages that take turns with it, once all have come to that."
     gather_s: Array
     "Per stage: parameters gathered after the optimizer step (ZeRO-1), once an iteration."
     step_s: Array
     "Per lane: optimizer step, norm included."
     static_bytes: Array
     "Per lane: parameters, gradients, optimizer state, workspace."
+    owed_bytes: Array = field(default_factory=lambda: np.zeros((1, 1, 1)))
+    "What a slice's backward leaves for the keys and values of earlier slices, until the next one of the microbatch"
+    " starts, whose own memory it is then; over [stage, microbatch, slice]."
     reduce_copy_bytes: Array = field(default_factory=lambda: np.zeros(1))
     "Per stage: what its reduction holds from its last backward on (gloo sums a copy of what it scatters)."
     reduce_hidden_s: Mapping[str, Array] = field(default_factory=dict)

@@ -52,6 +52,9 @@ class StageWork:
     " `slices` are then those of an average one. Empty: all microbatches are alike."
     frozen: int = 0
     "Layers at its beginning without a backward: neither they nor any layer before them is trained."
+    turns: int = 1
+    "Stages that hold the same layers on lanes of their own and take turns, itself included: their gradients are summed"
+    " over all of them at once (`TiedWork.rings`)."
 
     @property
     def shards_alike(self) -> bool:
@@ -86,6 +89,8 @@ class TiedWork:
     "(source device, target device, bytes): every stage's own gradient to each of the others."
     elements: int = 0
     "Of the shared parameters, as one device holds them."
+    rings: tuple[tuple[int, ...], ...] = ()
+    "Of stages that take turns: the devices that sum theirs together, in place of messages."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

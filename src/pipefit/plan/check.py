@@ -15,6 +15,7 @@ from pipefit.errors import PipefitError, PlanError, StalePlanError
 from pipefit.model.graph import Model
 from pipefit.plan.check_forms import edge_problems, parameter_problems
 from pipefit.plan.check_rows import placement_problems
+from pipefit.plan.check_turns import turn_problems
 from pipefit.plan.length import length_problems
 from pipefit.plan.order import order_problems
 from pipefit.plan.sliced.check import document_problems, shard_problems, slice_problems
@@ -157,9 +158,10 @@ def _stages(plan: Plan) -> Iterator[PlanError]:
     for index, stage in enumerate(plan.stages):
         where = f"stages[{index}]"
         start, stop = stage.layers
-        if start != reached.get(stage.module, 0) or stop <= start:
+        again = stage.turn > 0 and stop == reached.get(stage.module, 0)
+        if (start != reached.get(stage.module, 0) and not again) or stop <= start:
             yield PlanError(
-                "Every layer of a module belongs to exactly one stage, in order.",
+                "Every layer of a module belongs to exactly one stage, in order (or to one of each turn).",
                 where=f"{where}.layers",
                 seen=f"{start} to {stop}",
                 allowed=f"a run that starts at layer {reached.get(stage.module, 0)} of module {stage.module!r}",
@@ -266,6 +268,7 @@ RULES: tuple[Rule, ...] = (
     edge_problems,
     parameter_problems,
     placement_problems,
+    turn_problems,
     shard_problems,
     order_problems,
     _prediction,

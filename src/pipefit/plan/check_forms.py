@@ -27,7 +27,7 @@ def edge_problems(plan: Plan) -> Iterator[PlanError]:
         yield from _wire(edge.gradient, target, source, f"{where}.gradient")
         yield from _duality(edge, source, target, where)
     for index, (one, two) in enumerate(pairwise(plan.stages)):
-        if one.module == two.module and (index, index + 1, "") not in seen:
+        if one.module == two.module and one.turns == 1 and (index, index + 1, "") not in seen:
             yield PlanError(
                 "Neighbouring stages of a module need an edge for the hidden state.",
                 where="edges",

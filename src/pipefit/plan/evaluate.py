@@ -10,12 +10,16 @@ from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import computed_schedule
+from pipefit.plan.modules.decisions import ModuleDecisions
+from pipefit.plan.order import computed_schedule, frozen_in, order_problem
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.ports import shared_costs
 from pipefit.plan.predict import Simulation
 from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.actions import Schedule
+from pipefit.schedule.families import family
+from pipefit.schedule.inline import inline_order
+from pipefit.schedule.multiplexed import multiplexed
 from pipefit.simulate import simulate
 
 
@@ -23,7 +27,22 @@ def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
     """Cost and simulate one candidate."""
     work = pipeline_work(parts, bench.programs)
     costs = shared_costs(bench, work)
-    return simulated(bench, decisions, parts, work, costs, computed_schedule(decisions.schedule, parts, costs))
+    return simulated(bench, decisions, parts, work, costs, _ordered(bench, decisions, parts, costs))
+
+
+def _ordered(bench: Workbench, decisions: Decisions, parts: Parts, costs: CostTable) -> Schedule:
+    """The order of the family, with what takes turns beside it, or lies in line on its lanes."""
+    if not isinstance(decisions, ModuleDecisions) or not decisions.placed:
+        return computed_schedule(decisions.schedule, parts, costs)
+    if not decisions.guests:
+        return inline_order(family(decisions.schedule).build, order_problem(parts, costs))
+    return multiplexed(
+        family(decisions.schedule).build,
+        order_problem(parts, costs),
+        decisions.beside,
+        window=decisions.ahead,
+        frozen=frozen_in(len(parts.stages), parts.edges, bench.parameters(parts, decisions)),
+    )
 
 
 def simulated(

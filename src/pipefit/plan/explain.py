@@ -249,13 +249,16 @@ def choices(decisions: Mapping[str, str], keys: Sequence[str]) -> list[str]:
     for name in module_names(decisions):
         own = {key: words.get(f"{name}.{key}", "") for key in ("replicas", "stages", "shards", "recompute")}
         again = f", recompute {own['recompute']}" if own["recompute"] not in ("", "none") else ""
-        words[name] = f"{own['replicas']} x {own['stages']} x {own['shards']}{again}"
+        placement = words.get(f"{name}.placement", "")
+        stages = placement if placement in ("shared", "inline") else own["stages"]
+        words[name] = f"{own['replicas']} x {stages} x {own['shards']}{again}"
     return [words.get(key, "") for key in keys]
 
 
 def module_names(decisions: Mapping[str, str]) -> tuple[str, ...]:
     """The modules that choices are made for one by one (`vision.replicas`), in their order; none in a plan of one. What
-    `choices` says of each: replicas x stages x shards."""
+    `choices` says of each: replicas x stages x shards, or `shared` for the stages of one that lies whole on every lane
+    of another module, with its replicas and shards on one."""
     return tuple(dict.fromkeys(key.partition(".")[0] for key in decisions if "." in key))
 
 

@@ -20,6 +20,7 @@ from pipefit.plan.modules.find import ModulesFound, modules_found
 from pipefit.plan.modules.samples import Arrange, Samples, assumed_samples, completed, dealt
 from pipefit.plan.nearest import does_not_fit
 from pipefit.plan.outcome import Evaluated, Found
+from pipefit.plan.pins import check_one_module
 from pipefit.plan.placement.in_planner import place_found
 from pipefit.plan.predict import predict
 from pipefit.plan.reasons import alternatives, binding_memory
@@ -63,6 +64,7 @@ def make_plan(
     if len(model.modules) > 1:
         given = completed(samples, model, job) if samples else assumed_samples(model, job)
         return _of_modules(bench, job, modules_found(bench, job, pins or {}, given, arrange, progress), top)
+    check_one_module(pins or {})
     pins = {**whole_pins(model, pins or {}), **(pins or {})}
     if pins.get("sharding") == "searched":
         count = device_count(cluster)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pipefit.cost.types import CostTable
 from pipefit.errors import PipefitError, PlanError, ScheduleError
 from pipefit.layout import FLAT, parse_form
-from pipefit.plan.types import Edge, GroupPlan, Order, Parameter, Plan, Stage
+from pipefit.plan.types import Edge, GroupPlan, Order, Parameter, Plan, Stage, turns_of
 from pipefit.plan.work import Parts
 from pipefit.schedule.actions import Schedule, format_lanes
 from pipefit.schedule.families import family
@@ -33,6 +33,7 @@ def order_problem(parts: Parts, costs: CostTable | None, limit_bytes: Sequence[f
         edges=edge_keys(parts.edges),
         costs=costs,
         limit_bytes=None if limit_bytes is None else tuple(limit_bytes),
+        turns=turns_of(parts.stages),
     )
 
 
@@ -108,7 +109,7 @@ def tied_buckets(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
 def order_problems(plan: Plan) -> Iterator[PipefitError]:
     """Every breach of the lanes: they parse, have each unit of work once, match the edges, and cannot hang."""
     try:
-        schedule = plan.order.schedule()
+        schedule = plan.schedule()
     except ScheduleError as error:
         yield error
         return

@@ -56,6 +56,11 @@ def _choice(*values: str) -> Callable[[str], str]:
     return parse
 
 
+def _placement(text: str) -> str | tuple[int, ...]:
+    """`shared`, `inline` or `disjoint` of a module, lanes of a plan of one."""
+    return text if text in ("shared", "inline", "disjoint") else _numbers(text)
+
+
 def _recompute(text: str) -> tuple[str, ...]:
     return tuple(_choice("none", "selective", "full")(part) for part in text.split(","))
 
@@ -84,10 +89,21 @@ KEYS: Mapping[str, Key] = {
         "a count of slices of equal cost (1: sequences are not cut), or the tokens of each, with commas", _slices
     ),
     "slice_multiple": Key("tokens that every slice is a multiple of, the last one's rest apart", _count),
-    "placement": Key("lane of every stage, with commas", _numbers),
+    "placement": Key(
+        "lane of every stage, with commas; of one of several modules, disjoint, shared or inline", _placement
+    ),
+    "modules": Key(
+        "disjoint, shared or inline: devices of their own, those of the largest, or its first and last lane",
+        _choice("disjoint", "shared", "inline"),
+    ),
+    "ahead": Key("a count of units that a module on shared devices is ahead", _count),
     "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
     "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
+
+
+MODULES_ALONE = ("modules", "ahead")
+"""Keys that mean nothing where a model has one module."""
 
 
 def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
@@ -118,10 +134,25 @@ def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
     return pins
 
 
+def check_one_module(pins: Mapping[str, Any]) -> None:
+    """Raises PlanError for a pin that only a model of several modules has a use for."""
+    for key, value in pins.items():
+        if "." in key or key in MODULES_ALONE or (key == "placement" and isinstance(value, str)):
+            raise PlanError(
+                "This can be fixed only for a model of several modules, and this one has no modules.",
+                where="--fix",
+                seen=f"{key}={value}" if key == "placement" else key,
+                allowed=", ".join(name for name in KEYS if name not in MODULES_ALONE),
+                next_step="name the lane of every stage, as in placement=0,1"
+                if key == "placement"
+                else f"leave {key} out",
+            )
+
+
 def _check_together(pins: Mapping[str, Any]) -> None:
     stages = {len(pins["cuts"]) + 1} if "cuts" in pins else set()
     stages |= {pins["stages"]} if "stages" in pins else set()
-    stages |= {len(pins["placement"])} if "placement" in pins else set()
+    stages |= {len(pins["placement"])} if isinstance(pins.get("placement"), tuple) else set()
     if len(stages) > 1:
         raise PlanError(
             "These fixes mean different numbers of stages.",

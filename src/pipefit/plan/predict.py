@@ -119,7 +119,7 @@ def simulate_plan(
     work = replace(pipeline_work(parts_of(plan), programs or Programs(model, plan.recipes)), bucket_bytes=bucket_bytes)
     layers = layers or best_costs(cluster, graphs=model.graphs.values())
     costs = with_contention(cost_table(work, network, layers), work, network, layers)
-    timeline = simulate(plan.order.schedule(), costs)
+    timeline = simulate(plan.schedule(), costs)
     return Simulation(timeline, costs, work, lane_limits(work, network))
 
 

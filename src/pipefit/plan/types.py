@@ -6,13 +6,13 @@ parameters, split optimizer state, modules with their own layouts. `plan/check.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipefit.codec import digest
 from pipefit.layout import Axis, Group
-from pipefit.schedule.actions import Schedule, parse_lanes
+from pipefit.schedule.actions import EVERY, Schedule, Turn, parse_lanes
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float64", "float32", "bfloat16"]
@@ -73,6 +73,10 @@ class Stage:
     "Hash of the operator graph after sharding; '' in a plan written by hand (then ranks only check each other)."
     microbatch_multiple: int = 1
     "How many of the schedule's microbatches this stage's module takes together."
+    turn: int = 0
+    "Of the stages that hold the same layers on lanes of their own and take turns, which this is."
+    turns: int = 1
+    "How many take turns: unit u of the module's microbatches is this stage's where u % turns == turn."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +132,16 @@ class Order:
     lanes: tuple[str, ...]
     "Lowered actions of every lane, as text."
 
-    def schedule(self) -> Schedule:
-        """The schedule that the lines stand for. Raises ScheduleError at the first word that is no action."""
+    def schedule(self, turns: tuple[Turn, ...] = ()) -> Schedule:
+        """The schedule that the lines stand for, `turns` as `Schedule` has it (`Plan.schedule` knows). Raises
+        ScheduleError at the first word that is no action."""
         return Schedule(
             name=self.name,
             placement=self.placement,
             microbatches=self.microbatches,
             slices=len(self.slices),
             lanes=parse_lanes(self.lanes),
+            turns=turns,
         )
 
 
@@ -348,6 +354,21 @@ class Plan:
         """The devices that take part, in cluster order: rank i of the run is the i-th of these."""
         return tuple(sorted({device for group in self.groups for device in group.devices}))
 
+    def schedule(self) -> Schedule:
+        """The schedule of the order's lines, with what every stage takes of it. Raises ScheduleError as they do."""
+        return self.order.schedule(turns_of(self.stages))
+
+    def stage_group(self, stage: int) -> Group:
+        """The group that holds a stage."""
+        return self.groups[self.stages[stage].group].group()
+
     def lane_group(self, lane: int) -> Group:
-        """The group of the stages that lane holds."""
-        return self.groups[self.stages[self.order.placement.index(lane)].group].group()
+        """The group of the stages that lane holds; where some take turns with those of other lanes, of the others."""
+        held = [stage for stage, other in enumerate(self.order.placement) if other == lane]
+        return self.stage_group(min(held, key=lambda stage: (self.stages[stage].turns > 1, stage)))
+
+
+def turns_of(stages: Sequence[Stage]) -> tuple[Turn, ...]:
+    """Which microbatches every stage takes, as schedules have it: () where all take all, one by one."""
+    turns = tuple(Turn(stage.turn, stage.turns, stage.microbatch_multiple) for stage in stages)
+    return () if all(turn == EVERY for turn in turns) else turns

@@ -15,6 +15,7 @@ from pipefit.model.graph import Layer, size_value
 from pipefit.plan.ragged import conditions, edge_sizes, frozen_layers, packed_sizes
 from pipefit.plan.sharded import Programs, check_handing, own_shares, sharding_key
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
+from pipefit.schedule.actions import Turn
 
 Message = tuple[int, int, float]
 
@@ -85,6 +86,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
                 symbols=conditions(parts.spaces, parts.microbatches, max(replicas) / sum(replicas)),
                 packed=packed_sizes(space, parts.microbatches, replicas),
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
+                turns=stage.turns,
             )
         )
         for name, count in programs.named(layers, sharding_key(stage), shares).items():
@@ -110,6 +112,10 @@ def _tied_work(
     width = GRADIENT_BYTES[parts.job.precision]
     result = []
     for stages, count in elements.items():
+        if all(parts.stages[stage].turns > 1 for stage in stages):
+            rings = _rings([groups[parts.stages[stage].group] for stage in stages])
+            result.append(TiedWork(stages=stages, messages=(), elements=count, rings=rings))
+            continue
         held = [groups[parts.stages[stage].group] for stage in stages]
         messages = [
             (move.source, move.target, float(count * width))
@@ -118,6 +124,13 @@ def _tied_work(
         ]
         result.append(TiedWork(stages=stages, messages=tuple(messages), elements=count))
     return tuple(result)
+
+
+def _rings(groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
+    """By shard position, the devices of all groups there."""
+    shards = groups[0].axis("shard").size
+    at = [(device, group.position(device, "shard")) for group in groups for device in group.devices]
+    return tuple(tuple(device for device, place in at if place == position) for position in range(shards))
 
 
 def _rows(space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
@@ -168,14 +181,20 @@ def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs
 def _ragged(
     edge: Edge, packed: Space, parts: Parts, groups: tuple[Group, Group], features: int, width: int
 ) -> tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]:
-    """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples."""
+    """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples. None
+    of microbatches that one of the stages does not take."""
     ahead, back = groups
     sizes = list(edge_sizes(packed, parts.microbatches, ahead, back))
+    ends = [parts.stages[stage] for stage in (edge.source, edge.target)]
+    turns = [Turn(stage.turn, stage.turns, stage.microbatch_multiple) for stage in ends]
+    live = [all(turn.takes(index) for turn in turns) for index in range(len(sizes))]
     exact = len(ahead.devices) * len(back.devices) <= PAIRS
-    largest = max(range(len(sizes)), key=lambda index: sizes[index][0])
-    found = {}
+    largest = max(itertools.compress(range(len(sizes)), live), key=lambda index: sizes[index][0])
+    found: dict[int, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
     for index, (total, (sent, taken)) in enumerate(sizes):
-        if exact or index == largest:
+        if not live[index]:
+            found[index] = ((), ())
+        elif exact or index == largest:
             shape = (1, total, features)
             found[index] = (
                 _messages(shape, ahead, back, edge.forward, width, (sent, taken)),

@@ -17,6 +17,7 @@ from pipefit.cost.lowerings import DIRECT, Lowerings, direct_curve
 from pipefit.cost.network import Network
 from pipefit.cost.roofline import Place, Roofline
 from pipefit.model.graph import Graph
+from pipefit.profile.points import sizes_at
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes round the ring, of (devices - 1) steps each (Thakur, Rabenseifner and Gropp 2005)."""
@@ -97,8 +98,7 @@ def with_ratios(kind: DeviceKind, graphs: Sequence[Graph], layers: Sequence[Laye
 def _ratios(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> dict[str, float]:
     point = _largest(curve)
     measured = layer_times(curve, point.rows, point.tokens)
-    place = Place(point.rows, point.tokens, 0, point.tokens)
-    guess = Roofline().layer(graph, place, kind, curve.dtype, "none")  # type: ignore[arg-type]
+    guess = Roofline().layer(graph, _place(point), kind, curve.dtype, "none")  # type: ignore[arg-type]
     pairs = {
         "F": (measured.forward_s, guess.forward_s),
         "I": (measured.input_s, guess.input_s),
@@ -120,7 +120,7 @@ def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
     def miss(share: float) -> float:
         guess = Roofline().layer(
             graph,
-            Place(point.rows, point.tokens, 0, point.tokens),
+            _place(point),
             replace(kind, efficiency=share),
             curve.dtype,  # type: ignore[arg-type]
             "none",
@@ -128,6 +128,12 @@ def _best_share(kind: DeviceKind, graph: Graph, curve: LayerCurve) -> float:
         return float(abs(np.log((guess.forward_s + guess.input_s + guess.weight_s) / whole_s)))
 
     return float(min(shares, key=miss))
+
+
+def _place(point: LayerPoint) -> Place:
+    """Where a layer was measured."""
+    symbols = sizes_at(point.rows, point.tokens)
+    return Place(symbols.pop("B"), symbols.pop("T"), 0, point.tokens, symbols=tuple(symbols.items()))
 
 
 def _has_products(graph: Graph) -> bool:

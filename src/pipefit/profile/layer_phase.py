@@ -26,6 +26,9 @@ from pipefit.profile.state import Session
 LAYERS_S = 3600.0
 """How long ranks wait for the ones that measure layers."""
 
+ATTENTION = ("attention", "packed_attention")
+"""Operators whose time grows with the square of what a token attends to."""
+
 VISIT_S = 600.0
 """How long processes that measure together wait for each other before a visit."""
 
@@ -196,7 +199,7 @@ def layer_curve(
     points = [sample.point for sample in samples]
     seen = [typical(sample.visits, crowding) for sample in samples]
     varies = not subject.tokens  # else attention grows with the rows alone, as all else does
-    attention = varies and any(operator.kind == "attention" for operator in subject.graph.operators)
+    attention = varies and any(operator.kind in ATTENTION for operator in subject.graph.operators)
     actions, worst = fit_layer(points, [seconds for seconds, _ in seen], attention, costs)
     return LayerCurve(
         signature=signature(subject.graph),

@@ -18,7 +18,7 @@ import torch
 
 from pipefit.lab import pace
 from pipefit.model.graph import Graph, Operator, Tensor, size_value
-from pipefit.profile.points import Point
+from pipefit.profile.points import Point, sizes_at
 from pipefit.run.faults import is_out_of_memory
 from pipefit.run.feed import Feed
 from pipefit.run.stage import StageLayer, StageProgram
@@ -199,7 +199,8 @@ class StageBench:
 
 def _sizes(tensor: Tensor, point: Point) -> list[int]:
     """The sizes of an input at a point."""
-    return [size_value(size, {"B": point.rows, "T": point.tokens}) for size in tensor.shape]
+    sizes = sizes_at(point.rows, point.tokens)
+    return [size_value(size, sizes) for size in tensor.shape]
 
 
 class LayerBench(StageBench):

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pipefit.model.graph import Graph
+from pipefit.plan.modules.samples import ASSUMED_PART
+from pipefit.plan.ragged import CONDITIONS
 
 MOST_POINTS = 39
 SMALLEST = 16
@@ -100,7 +102,15 @@ def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[Point]:
     points = [_with_tokens(count, sequence) for count in token_counts(most_tokens)]
     if any(operator.kind == "attention" for operator in graph.operators):
         points += attention_points(sequence, most_tokens)[: max(0, MOST_POINTS - _KNEE - len(points))]
+    elif any(operator.kind == "packed_attention" for operator in graph.operators):
+        points += [point for point in attention_points(sequence, most_tokens) if not point.past]
     return list(dict.fromkeys(points))
+
+
+def sizes_at(rows: int, tokens: int) -> dict[str, int]:
+    """The symbols of a layer at a point. Where images meet a sequence, one in ASSUMED_PART of its tokens is of one; a
+    layer of images has an image in each row."""
+    return {"B": rows, "T": tokens, **dict.fromkeys(CONDITIONS, max(1, rows * tokens // ASSUMED_PART))}
 
 
 def row_points(tokens: int, most_tokens: int) -> list[Point]:

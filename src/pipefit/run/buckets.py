@@ -9,7 +9,7 @@ owns one run of the flat elements (`Gflat`: the parameters of the bucket laid en
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,10 @@ class Entry:
     "Whether this lane counts it in the global norm and saves it: false where another stage owns a tied parameter."
     tied: bool = False
     "Used by stages of several lanes."
+    across: tuple[int, ...] = ()
+    "Devices of several lanes that hold it alike, for stages that take turns: one sum over all of them. () otherwise."
+    state: tuple[str, ...] = ()
+    "Of such a one, the forms of its optimizer state: what differs there has buckets of its own on every lane."
     twin: torch.nn.Parameter | None = None
     "The same parameter in a second stage on this device: it shares storage, so gradients add up by themselves."
 
@@ -54,7 +58,7 @@ class Entry:
     def key(self) -> tuple[object, ...]:
         """Entries with equal keys may share a bucket."""
         alone = self.tied or self.twin is not None
-        where = (self.name,) if alone else (self.stage,)
+        where = (self.name,) if alone else (self.stage, self.across, self.state)
         return (*where, self.sum_over, self.alike_over, self.scatter_over, self.decays, self.counted, self.tensor.dtype)
 
 
@@ -78,6 +82,11 @@ class Bucket:
         return self.entries[0].stage
 
     @property
+    def used(self) -> int:
+        """Elements up to the end of the last parameter: as many on every lane, however state is split there."""
+        return self.offsets[-1] + -(-self.entries[-1].tensor.numel() // ALIGN) * ALIGN
+
+    @property
     def first_layer(self) -> int:
         """The layer of the stage whose gradients complete the bucket."""
         return min(entry.layer for entry in self.entries)
@@ -90,6 +99,10 @@ class Bucket:
     @property
     def tied(self) -> bool:
         return self.entries[0].tied
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        return self.entries[0].across
 
     def owned_runs(self) -> list[tuple[Entry, Run, Run]]:
         """(entry, run within its local flat elements, run within the owned piece) of what this rank owns."""
@@ -106,11 +119,11 @@ def make_buckets(
     entries: Sequence[Entry],
     gradient_dtype: torch.dtype,
     bucket_bytes: int,
-    scatter_place: dict[object, tuple[int, int]],
+    scatter_place: Mapping[object, tuple[int, int]],
 ) -> list[Bucket]:
     """Buckets of one lane, in launching order; the entries' storage moves into them.
 
-    `scatter_place[scatter_over]` is (this rank's place, size) of the scatter group.
+    `scatter_place[stage, scatter_over]` is (this rank's place, size) of the scatter group.
     """
     runs: list[list[Entry]] = []
     current: dict[object, list[Entry]] = {}
@@ -127,9 +140,9 @@ def make_buckets(
 
 
 def _bucket(
-    entries: Sequence[Entry], gradient_dtype: torch.dtype, scatter_place: dict[object, tuple[int, int]]
+    entries: Sequence[Entry], gradient_dtype: torch.dtype, scatter_place: Mapping[object, tuple[int, int]]
 ) -> Bucket:
-    place, ways = scatter_place.get(entries[0].scatter_over, (0, 1))
+    place, ways = scatter_place.get((entries[0].stage, entries[0].scatter_over), (0, 1))
     offsets, end = [], 0
     for entry in entries:
         offsets.append(end)

@@ -48,7 +48,8 @@ class Place:
 
     device: int
     lane: int
-    group: Group
+    groups: Mapping[int, Group]
+    "Of every stage of its lane."
     ranks: Mapping[int, int]
     "Device -> global rank."
     torch_device: torch.device
@@ -59,7 +60,8 @@ def place_of(plan: Plan, rank: int, torch_device: torch.device) -> Place:
     device = plan.devices[rank]
     lane = lane_of(plan, device)
     ranks = {d: i for i, d in enumerate(plan.devices)}
-    return Place(device=device, lane=lane, group=plan.lane_group(lane), ranks=ranks, torch_device=torch_device)
+    groups = {stage: plan.stage_group(stage) for stage, other in enumerate(plan.order.placement) if other == lane}
+    return Place(device=device, lane=lane, groups=groups, ranks=ranks, torch_device=torch_device)
 
 
 def build_worker(
@@ -84,11 +86,12 @@ def build_worker(
             raise error
     place = place_of(plan, comms.rank, torch_device)
     programs_of = stage_programs(plan, model)
-    make_groups(plan, model, comms)
-    uses = _tied_uses(plan, model, programs_of)
+    make_groups(plan, model, comms, programs_of)
+    uses = tied_uses(plan, model, programs_of)
+    across = shared_devices(plan, model, uses, programs_of)
     dtype = DTYPES[plan.job.precision]
     gradient_dtype = torch.promote_types(dtype, torch.float32)
-    trained = with_backward(plan.order.schedule())
+    trained = with_backward(plan.schedule())
     programs = {
         stage: _program(plan, model, stage, programs_of[stage], place, comms, dtype, trained)
         for stage, lane in enumerate(plan.order.placement)
@@ -96,6 +99,9 @@ def build_worker(
     }
     value = initial_values(plan, model) if value is None else value
     entries, frozen = _entries(plan, model, programs, programs_of, place, value)
+    for entry in entries:
+        if entry.name in across:
+            entry.across, entry.tied = across[entry.name][place.device], False
     buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, place))
     gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
     for program in programs.values():
@@ -106,7 +112,7 @@ def build_worker(
             2 * len(plan.edges) + number, gradients[name],
         )
         for number, (name, (shape, who)) in enumerate(sorted(uses.items()))
-        if name in gradients and place.lane in who
+        if name in gradients and place.lane in who and name not in across
     }  # fmt: skip
     return Worker(
         plan,
@@ -116,7 +122,7 @@ def build_worker(
         world=comms.group(list(place.ranks.values())),
         programs=programs,
         buckets=buckets,
-        reducer=Reducer(buckets, comms, place.group, place.device, place.ranks, tied),
+        reducer=Reducer(buckets, comms, place.groups, place.device, place.ranks, tied),
         torch_device=torch_device,
         dtype=dtype,
         shape_of=edge_shapes(plan, model),
@@ -127,22 +133,29 @@ def build_worker(
     )
 
 
-def make_groups(plan: Plan, model: Model, comms: Comms) -> None:
+def make_groups(
+    plan: Plan, model: Model, comms: Comms, programs_of: Sequence[Mapping[str, LayerProgram]] | None = None
+) -> None:
     """Every process group of the plan: called by all ranks of the world, with the same plan and model."""
     ranks = {device: rank for rank, device in enumerate(plan.devices)}
     shape_of = edge_shapes(plan, model)
     groups: list[list[int]] = [list(ranks.values())]
-    for lane in sorted(set(plan.order.placement)):
-        group = plan.lane_group(lane)
+    for group in dict.fromkeys(plan.stage_group(stage) for stage in range(len(plan.stages))):
         for device in group.devices:
             for axes in (("replica",), ("shard",), ("replica", "shard")):
                 groups.append([ranks[d] for d in group.along(device, axes)])
+    programs_of = stage_programs(plan, model) if programs_of is None else programs_of
+    uses = tied_uses(plan, model, programs_of)
+    across = shared_devices(plan, model, uses, programs_of)
+    for members in across.values():
+        groups += [[ranks[d] for d in devices] for devices in members.values()]
     comms.make(groups)
     if comms.tagged:
         return
     pairs = channel_pairs(plan, lambda edge: shape_of(edge, 0))
-    for shape, who in _tied_uses(plan, model, stage_programs(plan, model)).values():
-        pairs += tied_pairs(shape, list(who.values()))
+    for name, (shape, who) in uses.items():
+        if name not in across:
+            pairs += tied_pairs(shape, list(who.values()))
     comms.make_pairs((ranks[a], ranks[b]) for a, b in pairs)
 
 
@@ -176,12 +189,12 @@ def _program(
     dtype: torch.dtype,
     trained: Collection[int],
 ) -> StageProgram:
-    stage = plan.stages[index]
-    axis = place.group.axis("shard")
-    position = place.group.position(place.device, "shard")
+    stage, group = plan.stages[index], place.groups[index]
+    axis = group.axis("shard")
+    position = group.position(place.device, "shard")
     shard = None
     if axis.size > 1:
-        members = [place.ranks[d] for d in place.group.along(place.device, ("shard",))]
+        members = [place.ranks[d] for d in group.along(place.device, ("shard",))]
         shard = ShardContext(group=comms.group(members), shares=axis.shares, position=position)
     layers = [
         StageLayer(layer.name, program.graphs[position if axis.size > 1 else 0], layer.parameters, program.shares)
@@ -228,27 +241,28 @@ def _entries(
     entries: dict[str, Entry] = {}
     frozen: dict[str, Frozen] = {}
     for stage, program in programs.items():
+        group = place.groups[stage]
         places = _layer_places(model, plan.stages[stage])
         alike = _alike(model, plan.stages[stage], programs_of[stage])
         for parameter in plan.parameters:
             tensor = program.parameters.get(parameter.name)
             if tensor is None:
                 continue
-            box = _box(parameter, model, plan.stages[stage], programs_of[stage], place)
+            box = _box(parameter, model, plan.stages[stage], programs_of[stage], group.position(place.device, "shard"))
             assert tuple(b - a for a, b in box) == tuple(tensor.shape), (parameter.name, box, tensor.shape)
             if parameter.name in entries:
                 entries[parameter.name].twin = tensor
                 continue
             with torch.no_grad():
                 tensor.copy_(value(parameter.name, parameter.shape, box))
+            form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
             if len(parameter.uses) > 1:
-                form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
-                forms = [parse_form(form if axis.name == "shard" else "I") for axis in place.group.axes]
-                assert box == holding(parameter.shape, place.group, forms, place.device), parameter.name
+                forms = [parse_form(form if axis.name == "shard" else "I") for axis in group.axes]
+                assert box == holding(parameter.shape, group, forms, place.device), parameter.name
             if tensor.requires_grad:
                 layer = places[parameter.name]
                 own_alike: tuple[AxisName, ...] = ("shard",) if parameter.name in alike else ()
-                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place, own_alike)
+                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place, form, own_alike)
             else:
                 saves = plan.order.placement[parameter.owner] == place.lane
                 frozen[parameter.name] = (parameter.shape, box, tensor, saves)
@@ -263,15 +277,16 @@ def _entry(
     box: Box,
     tensor: torch.nn.Parameter,
     place: Place,
+    form: str,
     alike: Sequence[AxisName],
 ) -> Entry:
-    """`alike`: axes along which its gradient is whole on every device."""
-    axes = [axis for axis in place.group.axes if axis.size > 1]
+    """`form`: how it lies here along the shard axis, which may differ from the owner's; `alike`: axes along which its
+    gradient is whole on every device."""
+    axes = [axis for axis in place.groups[stage].axes if axis.size > 1]
     owner = plan.groups[plan.stages[parameter.owner].group].group()
-    stored = {axis.name: form for axis, form in zip(owner.axes, parameter.stored, strict=True)}
-    state = {axis.name: form for axis, form in zip(owner.axes, parameter.state, strict=True)}
+    state = {axis.name: each for axis, each in zip(owner.axes, parameter.state, strict=True)}
     lanes = {plan.order.placement[use] for use in parameter.uses}
-    copied = [axis.name for axis in axes if stored.get(axis.name, "I") == "I"]
+    copied = [axis.name for axis in axes if axis.name != "shard" or form == "I"]
     return Entry(
         name=parameter.name,
         stage=stage,
@@ -285,13 +300,14 @@ def _entry(
         decays=len(parameter.shape) > 1,
         counted=plan.order.placement[parameter.owner] == place.lane,
         tied=len(lanes) > 1,
+        state=parameter.state if plan.stages[stage].turns > 1 else (),
     )
 
 
-def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], place: Place) -> Box:
-    """What this device holds: the runs that the sharded graphs' own local shapes add up to."""
+def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], position: int) -> Box:
+    """What a device at this position of the shard axis holds: the runs that the sharded graphs' own local shapes add up
+    to."""
     whole = tuple((0, length) for length in parameter.shape)
-    position = place.group.position(place.device, "shard")
     for layer in layers_of(model, stage):
         for local, name in layer.parameters.items():
             if name == parameter.name:
@@ -324,7 +340,7 @@ def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
     return places
 
 
-def _tied_uses(
+def tied_uses(
     plan: Plan, model: Model, programs_of: Sequence[Mapping[str, LayerProgram]]
 ) -> dict[str, tuple[tuple[int, ...], dict[int, TiedUse]]]:
     """Parameters that stages of several lanes use: name -> (shape, lane -> use)."""
@@ -341,6 +357,39 @@ def _tied_uses(
     return tied
 
 
+def shared_devices(
+    plan: Plan,
+    model: Model,
+    uses: Mapping[str, tuple[tuple[int, ...], Mapping[int, TiedUse]]],
+    programs_of: Sequence[Mapping[str, LayerProgram]],
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Of those of `tied_uses` that only stages which take turns use, and hold alike: name -> device -> the devices over
+    which one sum makes its gradient. All devices, where each of them has it whole and the gradients of its own rows and
+    shard; those at the same position of their shard axes, where it is split over these, or its gradient comes out whole
+    on all of them. Where stages differ in that, their gradients are exchanged as those of any tied parameter are."""
+    alike = [_alike(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)]
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, (_, who) in uses.items():
+        each = list(who.values())
+        if any(plan.stages[use.stage].turns == 1 for use in each):
+            continue
+        shards = {use.group.axis("shard").shares for use in each}
+        parts = {(_shard_form(use), name in alike[use.stage]) for use in each}
+        apart = parts != {("I", False)}
+        if len(parts) > 1 or (apart and len(shards) > 1):
+            continue
+        members: dict[int, list[int]] = {}
+        for use in each:
+            for device, position in use.group.positions("shard").items():
+                members.setdefault(position if apart else 0, []).append(device)
+        found[name] = {device: tuple(devices) for devices in members.values() for device in devices}
+    return found
+
+
+def _shard_form(use: TiedUse) -> str:
+    return next((form for axis, form in zip(use.group.axes, use.forms, strict=True) if axis.name == "shard"), "I")
+
+
 def _form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
     for layer in layers_of(model, stage):
         for local, other in layer.parameters.items():
@@ -352,6 +401,6 @@ def _form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerPro
 def _scatter_places(entries: Sequence[Entry], place: Place) -> dict[object, tuple[int, int]]:
     result: dict[object, tuple[int, int]] = {}
     for entry in entries:
-        members = sorted(place.ranks[d] for d in place.group.along(place.device, entry.scatter_over))
-        result[entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
+        members = sorted(place.ranks[d] for d in place.groups[entry.stage].along(place.device, entry.scatter_over))
+        result[entry.stage, entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
     return result

@@ -36,13 +36,16 @@ class Cell:
 
 
 class Joint:
-    """Several messages that make up one tensor, or that one tensor is cut into."""
+    """Several messages that make up one tensor, or that one tensor is cut into; `kept` is what they send."""
 
-    __slots__ = ("copies", "works")
+    __slots__ = ("copies", "kept", "works")
 
-    def __init__(self, works: list[Any], copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    def __init__(
+        self, works: list[Any], copies: Sequence[tuple[Tensor, Tensor]] = (), kept: Sequence[Tensor] = ()
+    ) -> None:
         self.works = works
         self.copies = copies
+        self.kept = kept
 
     def wait(self) -> None:
         for work in self.works:

@@ -38,8 +38,8 @@ class TrainConfig:
     "Put as many samples into a sequence as fit. Multimodal models."
     on_long: Literal["fail", "skip"] = "fail"
     "What a sample does that is longer than the sequence. Multimodal models."
-    on_broken: Literal["fail", "blank"] = "fail"
-    "What an image does that was whole when it was indexed and is broken now. Multimodal models."
+    on_broken: Literal["fail", "skip"] = "fail"
+    "What an image does that has broken since it was indexed: end the run, or have its sample left out. Multimodal."
     steps: int
     "Optimizer steps of the whole run, those before a resume included."
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -80,7 +80,7 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
         "workers": (config.workers >= 0, "0 or more"),
         "prepare": (config.prepare in ("processes", "ray"), "processes or ray"),
         "on_long": (config.on_long in ("fail", "skip"), "fail or skip"),
-        "on_broken": (config.on_broken in ("fail", "blank"), "fail or blank"),
+        "on_broken": (config.on_broken in ("fail", "skip"), "fail or skip"),
         "steps": (config.steps >= 1, "1 or more"),
         "eval_every": (config.eval_every >= 0, "0 or more"),
         "eval_batches": (config.eval_batches >= 1, "1 or more"),

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: the forward part of a lane, over whole sequences, nothing kept."""
+"""Evaluation on held-out rows: the forward part of a lane, nothing kept but what later slices of a row read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.plan.types import Edge
-from pipefit.run.cells import Cell, Operation
-from pipefit.run.feed import Feed
+from pipefit.run.cells import Operation
+from pipefit.run.ends import Ends
 from pipefit.run.packed import Counts
 from pipefit.run.wiring import Wiring
-from pipefit.run.worker import Worker
+from pipefit.run.worker import Feeds, Worker
 from pipefit.schedule.actions import Action
 
 
 class Evaluation:
-    """The forward part of a lane, over whole sequences: the plan's own order without its backward actions.
+    """The forward part of a lane: the plan's own order, slices among it, without its backward actions.
 
-    Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock.
+    Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock; and what stays
+    alive is part of what stays in training, so nothing new can run out of memory.
     """
 
     def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
@@ -34,9 +35,10 @@ class Evaluation:
             worker.ranks,
             worker.torch_device,
             worker.dtype,
-            lambda edge, _: shape_of(edge, -1),
+            shape_of,
         )
-        self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F") and a.slice == 0]
+        self.ends = Ends(plan, self.wiring, worker.trained)
+        self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F")]
         self.operations = []
         for action in self.actions:
             if action.kind == "F":
@@ -45,10 +47,10 @@ class Evaluation:
                 self.operations.append(self.wiring.send(action))
             else:
                 self.operations.append(self.wiring.receive(action))
-        self.feeds: Mapping[int, Sequence[Feed]] = {}
+        self.feeds: Mapping[int, Feeds] = {}
         self.losses = torch.zeros(len(worker.loss_modules), dtype=torch.float64, device=worker.torch_device)
 
-    def run(self, feeds: Mapping[int, Sequence[Feed]], counts: Counts) -> Tensor:
+    def run(self, feeds: Mapping[int, Feeds], counts: Counts) -> Tensor:
         """The summed losses over all ranks, one for each of the worker's `loss_modules`."""
         self.feeds = feeds
         self.losses.zero_()
@@ -61,24 +63,15 @@ class Evaluation:
         return self.losses.clone()
 
     def _forward(self, action: Action) -> Operation:
-        worker, stage, microbatch = self.worker, action.stage, action.microbatch
+        worker, stage, microbatch, slice_ = self.worker, action.stage, action.microbatch, action.slice
         call = worker.programs[stage].evaluate
-
-        def cells(incoming: bool) -> list[tuple[str, Cell]]:
-            return [
-                (e.tensor, self.wiring.cell((e.source, e.target, e.tensor, "F"), microbatch, 0))
-                for e in worker.plan.edges
-                if (e.target if incoming else e.source) == action.stage
-            ]
-
-        takes, gives = cells(True), cells(False)
-        adds_loss = worker.programs[stage].has_loss and worker.first_shard
+        takes, gives = self.ends.takes(action, "F"), self.ends.gives(action, "F")
+        adds_loss, fed = worker.adds_loss(stage), worker.fed(action)
         place = worker.loss_place(stage) if adds_loss else 0
 
         def forward() -> None:
-            outputs = call({name: cell.take() for name, cell in takes}, self.feeds[stage][microbatch])
-            for name, cell in gives:
-                cell.tensor = outputs[name]
+            outputs = call(microbatch, slice_, takes(), self.feeds[stage][fed][slice_])
+            gives(outputs)
             if adds_loss:
                 self.losses[place] += outputs["loss"]
 

@@ -64,7 +64,7 @@ class Monitor:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * self._interval_s)
-        self._quietly(lambda: self._store.set(_BEAT.format(self.rank), _STOPPED))
+        _quietly(lambda: self._store.set(_BEAT.format(self.rank), _STOPPED))
 
     def verdict(self, wait_s: float) -> PipefitError | None:
         """The fault that stopped the run, if one becomes known within `wait_s`."""
@@ -77,10 +77,7 @@ class Monitor:
         """Tell all ranks that the run stops, and print the message unless another rank has: one copy in all."""
         with self._lock:
             self.fault = self.fault or error
-            first = self._quietly(lambda: self._store.add(_CLAIM, 1) == 1, default=True)
-            if first:
-                print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
-                self._quietly(lambda: self._store.set(_FAULT, json.dumps(as_record(error))))
+            say_once(self._store, error, self.grace_s)
 
     def linger(self) -> None:
         """Rank 0 may hold the store: it stays until the others have had time to read what happened."""
@@ -124,11 +121,28 @@ class Monitor:
             self.linger()
             self._leave(EXIT_CODE)
 
-    def _quietly(self, call: Callable[[], Any], default: Any = None) -> Any:
-        try:
-            return call()
-        except RuntimeError:
-            return default
+
+def say_once(store: Any, error: PipefitError, wait_s: float) -> None:
+    """Print the message unless another rank does: one copy in all.
+
+    A rank that is not the first waits until the first has said it, at most `wait_s`: where one ends, a launcher stops
+    the others, and a first one that was stopped before its word would leave the user without any.
+    """
+    if not _quietly(lambda: store.add(_CLAIM, 1) == 1, default=True):
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            if _quietly(lambda: store.check([_FAULT]), default=True):
+                return
+            time.sleep(0.05)
+    print(f"pipefit: {error.text()}", file=sys.stderr, flush=True)
+    _quietly(lambda: store.set(_FAULT, json.dumps(as_record(error))))
+
+
+def _quietly(call: Callable[[], Any], default: Any = None) -> Any:
+    try:
+        return call()
+    except RuntimeError:
+        return default
 
 
 def dead_rank(rank: int, timeout_s: float) -> RunError:

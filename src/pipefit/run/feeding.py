@@ -22,7 +22,7 @@ from pipefit.model.counted import counted
 from pipefit.model.graph import Model, Tensor
 from pipefit.plan.types import Plan
 from pipefit.run.feed import Feed
-from pipefit.run.feeds import evaluation_feeds, make_feeds, place_of_device
+from pipefit.run.feeds import make_feeds, place_of_device
 from pipefit.run.label_count import LabelCount
 from pipefit.run.packed import Counts
 from pipefit.run.worker import Divisors, last_stage
@@ -32,7 +32,7 @@ class Fed(NamedTuple):
     """One step, or one batch of an evaluation, as `Worker.step` and `Worker.evaluate` take it."""
 
     feeds: Any
-    "[microbatch][slice] (of an evaluation [microbatch]) of all stages of the device, or those by stage."
+    "[microbatch][slice] of all stages of the device, or those by stage."
     divisor: Divisors
     counts: Counts | None = None
 
@@ -87,7 +87,7 @@ class TextFeeding:
 
     def evaluation(self, index: int) -> Fed:
         batch = evaluation_plan(self._shape, self.rows, index)
-        return Fed(evaluation_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
+        return Fed(make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -124,8 +124,7 @@ class SampleFeeding:
 
     def step(self, step: int) -> Fed:
         batch = step_plan(self._shape, self.rows, step)
-        feeds, count = self._feeds(batch, step)
-        return Fed([[feed] for feed in feeds], count)
+        return Fed(*self._feeds(batch, step))
 
     @property
     def evaluations(self) -> int:
@@ -137,13 +136,13 @@ class SampleFeeding:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _feeds(self, batch: StepPlan, step: int) -> tuple[list[Feed], int]:
+    def _feeds(self, batch: StepPlan, step: int) -> tuple[list[list[Feed]], int]:
         feeds = [self._feed(batch, microbatch, step) for microbatch in range(self._plan.order.microbatches)]
         if self._counted.per_row:
             count = self._counted.per_row * self._plan.job.batch
         else:
             count = self._total(0 if self._labels is None else sum(map(self._labels, feeds)))
-        return [self._moved(feed) for feed in feeds], max(1, count)
+        return [[self._moved(feed)] for feed in feeds], max(1, count)
 
     def _feed(self, batch: StepPlan, microbatch: int, step: int) -> Feed:
         """On the CPU."""

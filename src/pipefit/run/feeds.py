@@ -15,7 +15,7 @@ from pipefit.run.worker import lane_of
 def make_feeds(
     plan: Plan, device: int, rows: RowReader, step_plan: StepPlan, torch_device: torch.device
 ) -> list[list[Feed]]:
-    """feeds[microbatch][slice] of `device` for a training step."""
+    """feeds[microbatch][slice] of `device` for a training step, or for one batch of an evaluation."""
     stage, replica = place_of_device(plan, device)
     return [
         [
@@ -24,16 +24,6 @@ def make_feeds(
         ]
         for microbatch in range(plan.order.microbatches)
     ]
-
-
-def evaluation_feeds(
-    plan: Plan, device: int, rows: RowReader, step_plan: StepPlan, torch_device: torch.device
-) -> list[Feed]:
-    """feeds[microbatch] of `device` for an evaluation: whole sequences, whatever the plan's slices."""
-    from dataclasses import replace
-
-    whole = replace(step_plan, shape=replace(step_plan.shape, slices=((0, plan.job.sequence),)))
-    return [feeds[0] for feeds in make_feeds(plan, device, rows, whole, torch_device)]
 
 
 def place_of_device(plan: Plan, device: int) -> tuple[int, int]:

@@ -6,16 +6,18 @@ talking; arrays come from `data.preparation`, in this process or made ahead by w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from pipefit.data.multimodal.broken import Broken, OnBroken, merged
 from pipefit.data.multimodal.feeds import Arrays
 from pipefit.data.multimodal.fits import check_index, data_inputs
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
-from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
+from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe, Together
 from pipefit.data.preparation.start import Workers, start_pool
 from pipefit.data.sources import STDLIB
 from pipefit.data.stepplan import batch_shape
@@ -35,8 +37,15 @@ def is_multimodal(model: Model) -> bool:
     return any(module.space in (PATCHES, LATENTS) for module in model.modules)
 
 
-def open_images(plan: Plan, model: Model, config: TrainConfig, device: int, torch_device: torch.device) -> ImageFeeding:
-    """The samples that a run was given. Raises DataError where `--data` names no index."""
+def open_images(
+    plan: Plan,
+    model: Model,
+    config: TrainConfig,
+    device: int,
+    torch_device: torch.device,
+    together: Together = merged,
+) -> ImageFeeding:
+    """The samples that a run was given; `together`: see `Ahead`. Raises DataError where `--data` names no index."""
     if len(config.data) != 1 or config.data == (STDLIB,):
         raise DataError(
             "A multimodal model is fed from an index of samples.",
@@ -51,11 +60,11 @@ def open_images(plan: Plan, model: Model, config: TrainConfig, device: int, torc
         held_out=config.held_out,
         pack=config.pack,
         on_long=config.on_long,
-        on_broken=config.on_broken,
     )
     return ImageFeeding(
-        plan, model, recipe, device, torch_device, workers=config.workers, prepare=config.prepare, steps=config.steps
-    )
+        plan, model, recipe, device, torch_device, workers=config.workers, prepare=config.prepare, steps=config.steps,
+        on_broken=config.on_broken, together=together,
+    )  # fmt: skip
 
 
 class ImageFeeding:
@@ -72,9 +81,12 @@ class ImageFeeding:
         workers: int = 0,
         prepare: Workers = "processes",
         steps: int | None = None,
+        on_broken: OnBroken = "fail",
+        together: Together = merged,
     ) -> None:
         """`workers` of the kind `prepare` make the next steps ahead; 0: each is made here, when it is asked for.
-        `steps` of the whole run. Raises DataError where the index is none, or not one for this model."""
+        `steps` of the whole run; `on_broken`, `together`: see `Ahead`. Raises DataError where the index is none, or not
+        one for this model."""
         self._plan, self._torch_device = plan, torch_device
         spaces = {module.name: module.space for module in model.modules}
         places = []
@@ -82,15 +94,16 @@ class ImageFeeding:
             group = plan.groups[stage.group].group()
             if device in group.devices:
                 places.append(Place(number, stage.space, group.position(device, "replica")))
-        pool = start_pool(recipe, workers, prepare)
-        self._ahead = Ahead(recipe, tuple(places), pool, stop=steps)
-        self._pool = pool
-        check_index(model, self._ahead.source.index, self._ahead.source.rows)
+        self._ahead = Ahead(recipe, tuple(places), None, stop=steps, on_broken=on_broken, together=together)
+        index = self._ahead.source.index
+        check_index(model, index, self._ahead.source.rows)
         self._losses = {name: space for name, space in spaces.items() if space != PATCHES}
         self._inputs = {module.name: _inputs(model, module.layers) for module in model.modules}
         self.rows = self._ahead.source.rows
         self.rows.require_batch(plan.job.batch)
-        self.digest = f"{self._ahead.source.index.summary.digest}/{recipe.pack}/{recipe.on_long}"
+        self.digest = f"{index.summary.digest}/{recipe.pack}/{recipe.on_long}"
+        self._pool = start_pool(replace(recipe, digest=index.summary.digest), workers, prepare)
+        self._ahead.prepare_by(self._pool)
 
     def step(self, step: int) -> Fed:
         """The feeds of a training step by stage, divisors by module, counts by space."""
@@ -102,14 +115,22 @@ class ImageFeeding:
         return -(-self.rows.held_out // self._plan.job.batch)
 
     def evaluation(self, index: int) -> Fed:
-        """The feeds of one batch of an evaluation: microbatches by stage."""
-        fed = self._fed(self._ahead.evaluation(index), index)
-        return fed._replace(feeds={stage: [slices[0] for slices in each] for stage, each in fed.feeds.items()})
+        """The feeds of one batch of an evaluation by stage."""
+        return self._fed(self._ahead.evaluation(index), index)
 
     @property
-    def broken(self) -> Mapping[str, str]:
-        """Images that were replaced by blank ones on this device, and why."""
-        return self._ahead.broken
+    def left_out(self) -> list[int]:
+        """Samples that the run goes on without, by their numbers in the index: the same on all devices."""
+        return sorted(self._ahead.left_out)
+
+    def leave_out(self, samples: Collection[int]) -> None:
+        """Go on without these samples, as before the checkpoint."""
+        self._ahead.leave_out(samples)
+
+    def newly_broken(self) -> list[Broken]:
+        """The images, of all devices, that samples were left out for since this was asked last."""
+        found, self._ahead.found = self._ahead.found, []
+        return found
 
     def close(self) -> None:
         """End the workers."""
@@ -139,7 +160,8 @@ class ImageFeeding:
             feed.image_lengths = arrays.image_lengths
         elif job.documents == "apart":
             documents = arrays.arrays["documents"]
-            feed.document_bounds = (int(documents[:, 0].min()), int(documents[:, -1].max()))
+            some = documents.size > 0
+            feed.document_bounds = (int(documents[:, 0].min()), int(documents[:, -1].max())) if some else (0, 0)
         return feed
 
 

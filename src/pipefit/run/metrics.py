@@ -163,11 +163,14 @@ class Log:
         if self._board is not None:
             self._board.add_scalar("eval_loss", loss, step)
 
-    def broken(self, step: int, images: Mapping[str, str]) -> None:
-        """Image files, of all ranks, that were replaced by blank ones, and why."""
-        self._write({"step": step, "broken_images": dict(images)})
+    def broken(self, step: int, images: Mapping[str, str], samples: int) -> None:
+        """Image files that were found broken, on any rank, and why; `samples` were left out so far in all."""
+        self._write({"step": step, "broken_images": dict(images), "samples_left_out": samples})
         first = next(iter(images))
-        self.say(f"step: {step:>4}  broken images: {len(images)}, among them {first}: {images[first]}")
+        self.say(
+            f"step: {step:>4}  broken images: {len(images)}, among them {first}: {images[first]}; "
+            f"samples left out so far: {samples}"
+        )
 
     def pace(self, valid: bool, words: str) -> None:
         """Of a run in a lab: whether the emulated devices could be kept up with, into `lab.json`."""

@@ -41,7 +41,7 @@ class TokenRuns:
             [self._shape.run(stage, 0, replica) for replica in range(len(shares))]
             for stage, shares in enumerate(self._shape.shares)
         ]
-        "[stage][replica]: of the rows of a microbatch."
+        "[stage][replica]: of the rows of the microbatches that the stage takes together."
         self._found: dict[tuple[str, int, int], tuple[Run, ...]] = {}
         self.spaces = tuple(sorted({space.name for space in plan.spaces if not space.tokens}))
         self._starts: dict[str, list[int]] = {}
@@ -71,12 +71,18 @@ class TokenRuns:
         return starts[(microbatch + 1) * self._rows] - starts[microbatch * self._rows]
 
     def of(self, space: str, stage: int, microbatch: int) -> tuple[Run, ...]:
-        """The run of a microbatch's tokens that each replica of a stage holds."""
+        """The run of a microbatch's tokens that each replica of a stage holds: where the stage takes several
+        microbatches together, what of its rows are in this one."""
         key = (space, stage, microbatch)
         if key not in self._found:
             starts, first = self._starts[space], microbatch * self._rows
+            ahead = microbatch % self._shape.multiples[stage] * self._rows
             base = starts[first]
             self._found[key] = tuple(
-                (starts[first + start] - base, starts[first + stop] - base) for start, stop in self._runs[stage]
+                (starts[first + self._within(start - ahead)] - base, starts[first + self._within(stop - ahead)] - base)
+                for start, stop in self._runs[stage]
             )
         return self._found[key]
+
+    def _within(self, row: int) -> int:
+        return min(max(row, 0), self._rows)

@@ -100,5 +100,58 @@ def packed_receive(
     return receive
 
 
+def exchange(
+    cell: Cell,
+    sends: Settled[Outgoing],
+    takes: Settled[Incoming],
+    own: int,
+    channels: tuple[Callable[[int], Channel], Callable[[int], Channel]],
+    adds: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Operation:
+    """Between the devices of one lane, from one grid to another: the tensor in the cell is replaced by what device
+    `own` is to have of it, once that has arrived. What it has already is copied. `channels` to and from a device;
+    `adds` as of `packed_send`."""
+    to, come = channels
+
+    def change() -> None:
+        out, got = sends.now, takes.now
+        tensor = cell.tensor
+        assert tensor is not None and tuple(tensor.shape) == out.shape, (tensor, out.shape)
+        if adds is not None and tensor.numel():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(tensor, group=adds)
+        flat = torch.empty(takes.longest.elements, dtype=dtype, device=device)
+        buffer = flat[: math.prod(got.shape)].view(got.shape)
+        if got.zero:
+            buffer.zero_()
+        works, copies, kept, here = [], [], [], None
+        for piece in got.pieces:
+            part = buffer[_slices(piece.box)]
+            if piece.peer == own:
+                here = part
+                continue
+            if not part.is_contiguous():
+                scratch = torch.empty(part.shape, dtype=dtype, device=device)
+                copies.append((part, scratch))
+                part = scratch
+            group, peer, tag = come(piece.peer)
+            works.append(group.recv([part], peer, tag))
+        for piece in out.pieces:
+            part = tensor[_slices(piece.box)]
+            if piece.peer == own:
+                assert here is not None
+                here.copy_(part)
+                continue
+            kept.append(part.contiguous())
+            group, peer, tag = to(piece.peer)
+            works.append(group.send([kept[-1]], peer, tag))
+        cell.work = Joint(works, copies, kept) if works else None
+        cell.tensor = buffer
+
+    return change
+
+
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)

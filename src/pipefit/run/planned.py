@@ -11,8 +11,8 @@ from pipefit.run.packed import packed_space
 
 
 def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ...]]:
-    """The global shape of one microbatch's slice of an edge's tensor; slice -1 is the whole sequence. In a packed space
-    tokens differ from microbatch to microbatch: here there is one for every row."""
+    """The global shape of one microbatch's slice of an edge's tensor. In a packed space tokens differ from microbatch
+    to microbatch: here there is one for every row."""
     spaces = {space.name: space for space in plan.spaces}
 
     def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
@@ -22,7 +22,7 @@ def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ..
         if packed_space(plan, edge):
             return 1, rows, int(tensor.shape[-1])
         space = spaces[plan.stages[edge.source].space]
-        tokens = plan.job.sequence if slice_ < 0 else plan.order.slices[slice_]
+        tokens = plan.order.slices[slice_]
         if space.tokens != plan.job.sequence:
             rows, tokens = space.rows // plan.order.microbatches, space.tokens
         return tuple(size_value(size, {"B": rows, "T": tokens}) for size in tensor.shape)

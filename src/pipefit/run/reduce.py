@@ -3,7 +3,8 @@
 Every rank of a lane launches the buckets in the same order, because all of them walk the same actions. A parameter
 replicated along an axis has a partial gradient there (docs/architecture.md), so it is summed over exactly those
 axes: all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between
-lanes is then summed over them too, by the transfer rule of `layout.moves`.
+lanes is then summed over them too, by the transfer rule of `layout.moves`. Parameters of stages that take turns on
+several lanes, and hold them alike, are summed over the devices of all these lanes at once, when all have got there.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from pipefit.run.tied import TiedSum
 class Reducer:
     """Reduces the buckets of one lane, once an iteration.
 
-    `ranks[device]` gives global ranks; `group` is the lane's grid; `tied[name]` sums a parameter over lanes.
+    `ranks[device]` gives global ranks; `groups[stage]` is a stage's grid; `tied[name]` sums a parameter over lanes.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         comms: Comms,
-        group: Group,
+        groups: Mapping[int, Group],
         device: int,
         ranks: Mapping[int, int],
         tied: Mapping[str, TiedSum],
     ) -> None:
         self.buckets = list(buckets)
         self._tied = tied
-        self._jobs = [_Job(bucket, comms, group, device, ranks) for bucket in buckets]
+        self._jobs = [_Job(bucket, comms, groups[bucket.stage], device, ranks) for bucket in buckets]
         self._by_stage: dict[int, list[_Job]] = {}
         for job in self._jobs:
-            if not job.bucket.late:
+            if not job.bucket.late and not job.bucket.across:
                 self._by_stage.setdefault(job.bucket.stage, []).append(job)
 
     def zero(self) -> None:
@@ -66,7 +67,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Start what is left, wait for all, and sum tied parameters over their lanes."""
-        for job in self._jobs:
+        for job in sorted(self._jobs, key=lambda job: len(job.bucket.across)):  # what several lanes do together, last
             if not job.started:
                 job.start()
         for job in self._jobs:
@@ -107,10 +108,12 @@ class _Job:
         def members(axes: Sequence[AxisName]) -> Any:
             return comms.group([ranks[d] for d in group.along(device, axes)])
 
-        self._sum = members(entry.sum_over)
+        self._sum = comms.group([ranks[d] for d in bucket.across]) if bucket.across else members(entry.sum_over)
         self._scatter = members(entry.scatter_over)
         self._scatters = (
-            self._scatter is not None and not bucket.tied and set(entry.scatter_over) == set(entry.sum_over)
+            self._scatter is not None
+            and not (bucket.tied or bucket.across)
+            and set(entry.scatter_over) == set(entry.sum_over)
         )
         start, stop = bucket.owned
         self._own_gradients = bucket.gradients[start:stop]
@@ -127,7 +130,7 @@ class _Job:
         if self._scatters:
             self._work = reduce_scatter(self._own_gradients, self.bucket.gradients, self._sum)
         else:
-            self._work = dist.all_reduce(self.bucket.gradients, group=self._sum, async_op=True)
+            self._work = dist.all_reduce(self.bucket.gradients[: self.bucket.used], group=self._sum, async_op=True)
 
     def gather(self) -> None:
         if self._scatter is not None:

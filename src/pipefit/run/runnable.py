@@ -18,23 +18,17 @@ def check_runnable(plan: Plan) -> None:
             allowed="one slice: the whole sequence",
         )
     for index, stage in enumerate(plan.stages):
+        if stage.microbatch_multiple > 1:
+            _check_together(plan, index, packed)
         first = plan.lane_group(plan.order.placement[index])
-        if plan.groups[stage.group].group() != first:
+        if not packed and plan.stage_group(index) != first:
             raise PlanError(
-                "Stages on the same devices that lie there in different grids are not run yet.",
+                "Stages of text on the same devices that lie there in different grids are not run yet.",
                 where=f"stages[{index}].group",
-                seen=f"{_grid(plan.groups[stage.group].group())}, beside {_grid(first)}",
+                seen=f"{_grid(plan.stage_group(index))}, beside {_grid(first)}",
                 allowed="one grid for all stages of a lane, with the same shares and order of devices",
-                next_step="give modules of different layouts devices of their own",
             )
-        if stage.microbatch_multiple != 1:
-            raise PlanError(
-                "A stage that takes several microbatches together can be planned and simulated, but not run yet.",
-                where=f"stages[{index}].microbatch_multiple",
-                seen=stage.microbatch_multiple,
-                allowed="1",
-            )
-        group = plan.groups[stage.group].group()
+        group = plan.stage_group(index)
         for device in group.devices:
             axis = group.along(device, ("shard",))
             if list(axis) != sorted(axis):
@@ -51,3 +45,29 @@ def check_runnable(plan: Plan) -> None:
 def _grid(group: Group) -> str:
     axes = ", ".join(f"{axis.name} {':'.join(map(str, axis.shares))}" for axis in group.axes)
     return f"{axes} on {', '.join(map(str, group.devices))}"
+
+
+def _check_together(plan: Plan, index: int, packed: list[str]) -> None:
+    """A stage that takes several microbatches together: its tensors are cut, and put together, along their tokens."""
+    stage = plan.stages[index]
+    if stage.space not in packed:
+        raise PlanError(
+            "Only stages of packed images take several microbatches together.",
+            where=f"stages[{index}].microbatch_multiple",
+            seen=f"{stage.microbatch_multiple} in the space {stage.space!r}",
+            allowed="1, or a space whose rows differ",
+        )
+    for number, edge in enumerate(plan.edges):
+        ends = (edge.forward.sent, edge.gradient.received), (edge.forward.received, edge.gradient.sent)
+        for own, forms in zip((edge.source, edge.target), ends, strict=True):
+            axes = plan.stage_group(index).axes
+            if own == index and any(
+                axis.name == "shard" and axis.size > 1 and "G1" in (one, two)
+                for axis, one, two in zip(axes, *forms, strict=True)
+            ):
+                raise PlanError(
+                    "A stage that takes several microbatches together has their tokens whole on every shard.",
+                    where=f"edges[{number}], stage {index}",
+                    seen="G1 along the shards",
+                    allowed="I along the shards (megatron, not megatron-sp)",
+                )

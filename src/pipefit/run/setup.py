@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pipefit.errors import PipefitError, RunError
 from pipefit.run.comms import backend_for
 from pipefit.run.faults import Monitor, as_record, compare_ranks
+
+T = TypeVar("T")
 
 _SHARED = "pipefit/shared/{}"
 _PREPARE_S = 6 * 3600.0
@@ -89,6 +91,16 @@ class World:
         added = torch.tensor([number], dtype=torch.int64)
         dist.all_reduce(added, group=self.cpu_group)
         return int(added)
+
+    def together(self, mine: Sequence[T]) -> list[T]:
+        """Everybody's things in the order of ranks; next to free where nobody has any. All ranks call together."""
+        if not self.total(len(mine)):
+            return []
+        if self.size == 1:
+            return list(mine)
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, list(mine), group=self.cpu_group)
+        return [each for of_rank in everyone for each in of_rank]
 
     def stop(self) -> None:
         """Leave: the heartbeat ends as meant, the process group is given up."""

@@ -141,7 +141,7 @@ class StageProgram:
         record = self._record(microbatch, slice_, inputs, feed, train=True)
         if not self.keeps:
             with torch.no_grad():
-                return self._through(record, inputs)
+                return self._passed(record, inputs)
         if self.slices > 1:
             record.past = self._past.setdefault(microbatch, {})
         self._records[microbatch, slice_] = record
@@ -174,12 +174,16 @@ class StageProgram:
         self._past.clear()
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensors, feed: Feed) -> Tensors:
-        """Forward only, nothing kept, dropout off. With slices, the whole sequence is given at once."""
-        return self._through(self._record(-1, 0, inputs, feed, train=False), inputs)
+    def evaluate(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
+        """Forward only, dropout off. Slices of a microbatch come in order, as in training."""
+        return self._passed(self._record(microbatch, slice_, inputs, feed, train=False), inputs)
 
-    def _through(self, record: Record, inputs: Tensors) -> Tensors:
-        """The layers one after the other, nothing kept."""
+    def _passed(self, record: Record, inputs: Tensors) -> Tensors:
+        """The layers one after the other. Nothing is kept but what later slices read, and that until the last one."""
+        if self.slices > 1:
+            record.past = self._past.setdefault(record.microbatch, {})
+            if record.slice == self.slices - 1:
+                del self._past[record.microbatch]
         x = inputs.get("")
         for function in self.functions:
             x = function.call(record, x)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pipefit import __version__, codec
 from pipefit.data.corpus import Corpus, CorpusRequest, open_prepared, prepare
+from pipefit.data.multimodal.broken import BrokenSinceError, merged
 from pipefit.data.multimodal.sample_rows import SampleRows
 from pipefit.data.rows import Rows
 from pipefit.errors import CheckpointError, RunError
@@ -67,12 +68,23 @@ class Run:
         self._save_group = world.own_group() if config.async_save else world.cpu_group
         self._pending: checkpoint.PendingSave | None = None
         self._fault = injected()
-        self._broken: set[str] = set()
+        self.done = self._saved = self.start
+        "Steps that are done, and those of the last checkpoint."
         self.data_s = 0.0
         "Time that preparing the data of the last step took."
 
     def train(self, log: Log | None, directory: Path) -> None:
-        """All steps from where the run stands; evaluations, checkpoints and final weights as configured."""
+        """All steps from where the run stands; evaluations, checkpoints and final weights as configured. Saves before
+        it raises that images are broken: all ranks know it, between two steps."""
+        try:
+            self._train(log, directory)
+        except BrokenSinceError:
+            if self.done != self._saved:
+                self.save(self.done, directory)
+            self.wait_for_save()
+            raise
+
+    def _train(self, log: Log | None, directory: Path) -> None:
         config, last = self.config, self.config.steps
         peak = find_peak(self.world.device, self.plan.job.precision, self.world.local_size)
         if log is not None:
@@ -85,7 +97,9 @@ class Run:
             except Exception as error:
                 error.step = step  # type: ignore[attr-defined]
                 raise
-            done, steps, data_s = step + 1, steps + 1, data_s + self.data_s
+            self.done = done = step + 1
+            steps, data_s = steps + 1, data_s + self.data_s
+            self.tell_broken(done, log)
             if log is not None and (done % config.log_every == 0 or done == last):
                 # Reading waits for the device: a time taken earlier would be that of the launches alone.
                 loss, norm = result.read()
@@ -115,7 +129,6 @@ class Run:
             write_trace(self.worker, directory / "trace.json", self.world, done, self.data_s)
         if evaluates:
             self.evaluate(done, log)
-        if evaluates or saves:
             self.tell_broken(done, log)
         if saves:
             self.save(done, directory)
@@ -123,16 +136,10 @@ class Run:
 
     def tell_broken(self, step: int, log: Log | None) -> None:
         """Images that any rank has found broken since this was last told."""
-        if not isinstance(self.feeding, ImageFeeding):
-            return
-        everyone: list[Any] = [dict(self.feeding.broken)]
-        if self.world.size > 1:
-            everyone = [None] * self.world.size
-            dist.all_gather_object(everyone, dict(self.feeding.broken), group=self.world.cpu_group)
-        found = {path: why for each in everyone for path, why in each.items()}
-        if log is not None and found.keys() - self._broken:
-            log.broken(step, {path: found[path] for path in sorted(found.keys() - self._broken)})
-        self._broken |= found.keys()
+        if isinstance(self.feeding, ImageFeeding):
+            found = self.feeding.newly_broken()
+            if found and log is not None:
+                log.broken(step, {each.image: each.reason for each in found}, len(self.feeding.left_out))
 
     def tell_pace(self, log: Log | None) -> None:
         """In a lab: whether the real work of all ranks kept to the pace of the emulated devices."""
@@ -186,6 +193,8 @@ class Run:
             "rows_seen": step * self.plan.job.batch,
             "pipefit": __version__,
         }
+        if isinstance(self.feeding, ImageFeeding) and self.feeding.left_out:
+            extra["left_out"] = self.feeding.left_out
         pieces, folder = all_pieces(self.worker, saving=True), directory / "checkpoints"
         self.wait_for_save()
         if self.config.async_save:
@@ -194,6 +203,7 @@ class Run:
             )
         else:
             checkpoint.save(folder, step, pieces, extra, group=self._save_group, keep=self.config.keep)
+        self._saved = step
 
     def wait_for_save(self) -> None:
         """Until the save under way is complete, if there is one. Raises what it raised."""
@@ -225,6 +235,8 @@ def resume(worker: Worker, plan: Plan, config: TrainConfig, feeding: Feeding, wo
                 next_step=f"use what the run used, or start a new run with --weights {folder.parent.parent}/weights",
             )
     checkpoint.load(folder, stored_pieces(worker, manifest.tensors), group=world.cpu_group)
+    if isinstance(feeding, ImageFeeding):
+        feeding.leave_out(extra.get("left_out", ()))
     if int(extra["step"]) >= config.steps:
         raise RunError(
             "The checkpoint is already at the last step.",
@@ -246,7 +258,7 @@ def shared_feeding(plan: Plan, model: Model, found: Given | None, config: TrainC
     """What this rank feeds its worker: a user's data set, or text, prepared by the first rank of every host."""
     device = plan.devices[world.rank]
     if is_multimodal(model):
-        return open_images(plan, model, config, device, world.device)
+        return open_images(plan, model, config, device, world.device, lambda found: merged(world.together(found)))
     if found is None:
         return TextFeeding(plan, shared_corpus(plan, config, world), device, world.device)
     samples = samples_of(found, plan, config)

@@ -54,7 +54,7 @@ class Measured:
     train: int
     "In a training step."
     evaluate: int
-    "In an evaluation, which takes whole sequences also where training takes slices."
+    "In an evaluation."
     reserved: int = 0
     "What CUDA's caching allocator took from the device; 0 on a CPU, which keeps nothing back."
 

@@ -68,17 +68,26 @@ def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device:
             )
 
 
+LATER = {"recipes": "", "turn": 0, "turns": 1}
+"""Fields of stages that came later, as all plans had them before."""
+
+
 def configuration(plan: Plan) -> str:
-    """The same for plans that run the same: whatever was predicted of them, and whatever they are called."""
-    job = to_data(plan.job)
+    """The same for plans that run the same: whatever was predicted of them, and whatever they are called. What plans
+    did not say when the first were recorded, and do not have, is left out."""
+    job, stages = to_data(plan.job), [to_data(stage) for stage in plan.stages]
     if plan.job.documents == "joined":
-        del job["documents"]  # as all plans were that were recorded before there was a choice
+        del job["documents"]
+    for stage in stages:
+        for name, value in LATER.items():
+            if stage[name] == value:
+                del stage[name]
     return digest(
         {
             "job": job,
             "model": plan.model.config,
             "groups": plan.groups,
-            "stages": plan.stages,
+            "stages": stages,
             "parameters": plan.parameters,
             "order": plan.order,
         }

@@ -1,17 +1,19 @@
 """The wires of one rank: for every transfer of its lane, buffers, channels and pieces, settled before the first step.
 
 A `Cell` carries one tensor from the action that makes it to the action that uses it. Between stages on one device
-that is all there is to a transfer; between devices a SEND empties the cell and a RECV fills it. A receive buffer is
-made when its receive is posted and is the consumer's from then on that it takes it: what a forward saves of its input
-is that buffer. What is received in several pieces is put together when the consumer takes it. Tensors of packed spaces
-differ in length: what their transfers move follows from the step's counts (`begin_step`).
+that is all there is to a transfer, unless they hold it on the devices of their lane in different grids or forms: these
+exchange what was made at once (`Wiring.exchange`). Between devices a SEND empties the cell and a RECV fills it. A
+receive buffer is made when its receive is posted and is the consumer's from then on that it takes it: what a forward
+saves of its input is that buffer. What is received in several pieces is put together when the consumer takes it.
+Tensors of packed spaces differ in length: what their transfers move follows from the step's counts (`begin_step`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.errors import PlanError
 from pipefit.layout import Group
 from pipefit.plan.types import Edge, Plan
 from pipefit.run.cells import Cell, Joint, Operation
 from pipefit.run.comms import Channel, Comms
 from pipefit.run.packed import Counts, TokenRuns, packed_space
-from pipefit.run.packed_wires import Longest, Settled, packed_receive, packed_send
+from pipefit.run.packed_wires import Longest, Settled, exchange, packed_receive, packed_send
 from pipefit.run.transfers import Incoming, Outgoing, ReplicaRuns, incoming, outgoing
 from pipefit.schedule.actions import Action
 from pipefit.schedule.messages import channel, windows
@@ -57,6 +58,25 @@ class Direction:
         one, two = (tokens.of(self.space, stage, microbatch) for stage in self.ends)
         return (shape[0], tokens.tokens(self.space, microbatch), *shape[2:]), (one, two)
 
+    def in_any_step(self, shape: Sequence[int], tokens: TokenRuns, microbatch: int = 0) -> Callable[[int], Outgoing]:
+        """device -> what it may send of a packed tensor in some step, in this microbatch: something to every replica
+        that has one of its samples. Which of their shards meet, where these split tokens, the counts decide: so here
+        the shards of each side split a dimension of their own, where any two meet; one dimension, where both sides
+        always split alike."""
+        one, two = self.sender, self.receiver
+        alike = all(one.axis(name).shares == two.axis(name).shares for name in ("replica", "shard"))
+        own = {"sender": len(shape), "receiver": len(shape) + (not alike)}
+
+        def apart(group: Group, forms: Sequence[str], side: str) -> tuple[str, ...]:
+            each = zip(group.axes, forms, strict=True)
+            return tuple(f"G{own[side]}" if (axis.name, form) == ("shard", "G1") else form for axis, form in each)
+
+        wire = apart(one, self.wire, "sender")
+        way = replace(self, sent=wire, wire=wire, received=apart(two, self.received, "receiver"))
+        splits = [sum(group.axis("shard").shares) for group in (one, two)]
+        whole, runs = self.packed((*shape, *splits), tokens, microbatch)
+        return lambda device: way.sends(whole, device, runs)
+
 
 def directions(plan: Plan) -> dict[tuple[int, int, str, str], Direction]:
     """(source stage, target stage, tensor, "F" or "B") -> how it crosses. Tags are 2 * edge, plus 1 for gradients."""
@@ -78,20 +98,32 @@ def transfer_key(action: Action) -> tuple[int, int, str, str]:
     return (one, two, action.what, "F" if forward else "B")
 
 
+def regridded(plan: Plan, edge: Edge) -> bool:
+    """Whether two stages lie on one lane, but in different grids, with different numbers of microbatches together, or
+    hold what one hands to the other in different forms: it changes places within the lane."""
+    one, two = edge.source, edge.target
+    if plan.order.placement[one] != plan.order.placement[two]:
+        return False
+    together = [plan.stages[stage].microbatch_multiple for stage in (one, two)]
+    forms = any(wire.sent != wire.received for wire in (edge.forward, edge.gradient))
+    return forms or together[0] != together[1] or plan.stage_group(one) != plan.stage_group(two)
+
+
 def channel_pairs(plan: Plan, shape_of: Callable[[Edge], Sequence[int]]) -> list[tuple[int, int]]:
     """Every directed pair of devices that some edge uses in some step (device numbers, not ranks)."""
     edges = {(edge.source, edge.target, edge.tensor): edge for edge in plan.edges}
     tokens = TokenRuns(plan)
     pairs = []
     for (source, target, tensor, _), way in directions(plan).items():
-        if plan.order.placement[source] == plan.order.placement[target]:
+        edge = edges[source, target, tensor]
+        if plan.order.placement[source] == plan.order.placement[target] and not regridded(plan, edge):
             continue
-        shape: Sequence[int] = shape_of(edges[source, target, tensor])
-        runs = None
-        if way.space:
-            shape, runs = way.packed(shape, tokens, 0)
-        for device in way.sender.devices:
-            pairs += [(device, piece.peer) for piece in way.sends(shape, device, runs).pieces]
+        shape = shape_of(edge)
+        together = math.lcm(*(plan.stages[stage].microbatch_multiple for stage in (source, target)))
+        for microbatch in range(together if way.space else 1):
+            sends = way.in_any_step(shape, tokens, microbatch) if way.space else partial(way.sends, shape)
+            for device in way.sender.devices:
+                pairs += [(device, piece.peer) for piece in sends(device).pieces]
     return pairs
 
 
@@ -121,19 +153,18 @@ class Wiring:
         self._edges = {(edge.source, edge.target, edge.tensor): edge for edge in plan.edges}
         self._directions = directions(plan)
         self._queues: dict[object, deque[tuple[Any, Tensor]]] = {}
-        self._lanes = plan.order.schedule().lanes
+        self._schedule = plan.schedule()
         self._windows: dict[int, Mapping[tuple[object, ...], int]] = {}
         self._tokens = TokenRuns(plan)
         self._longest: dict[object, Longest] = {}
         self._settled: list[Settled[Any]] = []
-        self._check_local_edges()
 
     def begin_step(self, counts: Counts) -> None:
         """Settle what the packed tensors of a step look like, before its first action."""
         if self._tokens.spaces:
             self._tokens.set(counts)
-            for settled in self._settled:
-                settled.settle()
+        for settled in self._settled:
+            settled.settle()
 
     def cell(self, key: tuple[int, int, str, str], microbatch: int, slice_: int) -> Cell:
         """The cell of one tensor of one edge in one direction."""
@@ -149,16 +180,10 @@ class Wiring:
             queue = self._queues[key] = deque()
             self.queues.append(queue)
         own = self.ranks[self.device]
-
-        def adds(out: Outgoing) -> Any:
-            if not out.sum_over:
-                return None
-            return self.comms.group([self.ranks[d] for d in way.sender.along(self.device, out.sum_over)])
-
         if way.space:
-            settled = self._settle(key, lambda: self._packed(way.sends, way, key, action))
+            settled = self._settle(key, lambda: self._packed(way.sends, way, key, action.microbatch, action.slice))
             reach = partial(self._channel_to, way.tag)
-            return packed_send(cell, queue, self._window(action), settled, reach, adds(settled.now))
+            return packed_send(cell, queue, self._window(action), settled, reach, self._adds(way, settled.now))
         out = way.sends(self._shape(key, action.slice), self.device)
         pieces = []
         for piece in out.pieces:
@@ -166,7 +191,7 @@ class Wiring:
             box = None if piece.whole else tuple(slice(start, stop) for start, stop in piece.box)
             pieces.append((channel[0].send, channel[1], channel[2], box))
         window = max(1, len(pieces)) * self._window(action)
-        summed = adds(out)
+        summed = self._adds(way, out)
         if summed is None and len(pieces) == 1 and pieces[0][3] is None:
             return _plain_send(cell, queue, window, *pieces[0][:3])
         return _general_send(cell, queue, window, pieces, summed)
@@ -178,7 +203,7 @@ class Wiring:
         cell = self.cell(key, action.microbatch, action.slice)
         own = self.ranks[self.device]
         if way.space:
-            settled = self._settle(key, lambda: self._packed(way.receives, way, key, action))
+            settled = self._settle(key, lambda: self._packed(way.receives, way, key, action.microbatch, action.slice))
             reach = partial(self._channel_from, way.tag)
             return packed_receive(cell, settled, reach, self.dtype, self.torch_device)
         got = way.receives(self._shape(key, action.slice), self.device)
@@ -186,6 +211,38 @@ class Wiring:
         if not got.zero and len(got.pieces) == 1 and got.pieces[0].whole:
             return self._plain_receive(cell, got.shape, *channels[0])
         return self._general_receive(cell, got, channels)
+
+    def is_regridded(self, key: tuple[int, int, str, str]) -> bool:
+        """Whether `exchange` must follow where the tensor is put into its cell."""
+        return regridded(self.plan, self._edges[key[:3]])
+
+    def exchange(self, key: tuple[int, int, str, str], microbatch: int, slice_: int) -> Operation:
+        """The operation that brings a tensor in its cell from the grid of the stage that made it to that of the stage
+        that uses it, on the same devices. All devices of the lane come to it at the same place of their order."""
+        way = self._directions[key]
+
+        def sends() -> Outgoing:
+            return self._packed(way.sends, way, key, microbatch, slice_)
+
+        def takes() -> Incoming:
+            return self._packed(way.receives, way, key, microbatch, slice_)
+
+        out, got = self._settle((*key, "sent"), sends), self._settle(key, takes)
+        channels = partial(self._channel_to, way.tag), partial(self._channel_from, way.tag)
+        cell, summed = self.cell(key, microbatch, slice_), self._adds(way, out.now)
+        return exchange(cell, out, got, self.device, channels, summed, self.dtype, self.torch_device)
+
+    def own_tokens(self, stage: int, microbatch: int) -> int:
+        """How many tokens of a microbatch this device's replica of a stage in a packed space holds."""
+        replica = self.plan.stage_group(stage).position(self.device, "replica")
+        start, stop = self._tokens.of(self.plan.stages[stage].space, stage, microbatch)[replica]
+        return stop - start
+
+    def _adds(self, way: Direction, out: Outgoing) -> Any:
+        """The process group that adds partial sums before they leave; None where there are none."""
+        if not out.sum_over:
+            return None
+        return self.comms.group([self.ranks[d] for d in way.sender.along(self.device, out.sum_over)])
 
     def flush(self) -> None:
         """Wait for everything that was sent."""
@@ -228,9 +285,14 @@ class Wiring:
         self._settled.append(settled)
         return settled
 
-    def _packed(self, half: Callable[..., Any], way: Direction, key: tuple[int, int, str, str], action: Action) -> Any:
-        """Our half of a packed transfer, by the counts as they are now."""
-        shape, runs = way.packed(self._shape(key, action.slice), self._tokens, action.microbatch)
+    def _packed(
+        self, half: Callable[..., Any], way: Direction, key: tuple[int, int, str, str], microbatch: int, slice_: int
+    ) -> Any:
+        """Our half of a transfer, of a packed tensor by the counts as they are now."""
+        shape = self._shape(key, slice_)
+        if not way.space:
+            return half(shape, self.device)
+        shape, runs = way.packed(shape, self._tokens, microbatch)
         return half(shape, self.device, runs)
 
     def _channel_to(self, tag: int, device: int) -> Channel:
@@ -243,25 +305,11 @@ class Wiring:
         """How many messages of a channel may be under way: as many as the receiver has open receives at once."""
         lane = self.plan.order.placement[action.peer]
         if lane not in self._windows:
-            self._windows[lane] = windows(self._lanes[lane])
+            self._windows[lane] = windows(self._schedule.lanes[lane], self._schedule.turns)
         return self._windows[lane][channel(action)]
 
     def _shape(self, key: tuple[int, int, str, str], slice_: int) -> Sequence[int]:
         return self._shape_of(self._edges[key[:3]], slice_)
-
-    def _check_local_edges(self) -> None:
-        """Stages on the same devices hand tensors over as they are: their forms must agree."""
-        placement = self.plan.order.placement
-        for index, edge in enumerate(self.plan.edges):
-            if placement[edge.source] == placement[edge.target]:
-                for wire in (edge.forward, edge.gradient):
-                    if wire.sent != wire.received:
-                        raise PlanError(
-                            "Two stages on the same devices hand a tensor over in different forms.",
-                            where=f"edges[{index}], stages {edge.source} and {edge.target}",
-                            seen=f"{','.join(wire.sent)} to {','.join(wire.received)}",
-                            allowed="equal forms: nothing is moved between stages that share their devices",
-                        )
 
 
 def _plain_send(cell: Cell, queue: deque[Any], window: int, call: Any, peer: int, tag: int) -> Operation:

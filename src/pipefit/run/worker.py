@@ -23,6 +23,7 @@ from pipefit.plan.types import Edge, Plan
 from pipefit.run.buckets import Bucket
 from pipefit.run.cells import Cell, Operation
 from pipefit.run.comms import Comms
+from pipefit.run.ends import Ends
 from pipefit.run.feed import Feed
 from pipefit.run.norm import clip_factor, counts, sum_of_squares
 from pipefit.run.optimizer import AdamW, OptimizerConfig, learning_rate
@@ -30,7 +31,7 @@ from pipefit.run.packed import Counts
 from pipefit.run.reduce import Reducer
 from pipefit.run.stage import StageProgram
 from pipefit.run.wiring import Wiring
-from pipefit.schedule.actions import Action
+from pipefit.schedule.actions import EVERY, Action
 from pipefit.schedule.frozen import with_backward
 from pipefit.simulate.timeline import Span
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from pipefit.run.evaluation import Evaluation
 
 Feeds = Sequence[Sequence[Feed]]
-"""feeds[microbatch][slice] of this rank."""
+"""feeds[microbatch][slice] of this rank: of every unit that its stage takes, in their order."""
 
 Divisors = int | Mapping[str, int]
 """What losses are divided by: of the only loss, or by module."""
@@ -97,11 +98,14 @@ class Worker:
         "Parameters that are not trained, by global name."
         self.config = optimizer
         self.lane = lane_of(plan, device)
-        self.group: Group = plan.lane_group(self.lane)
-        schedule = plan.order.schedule()
+        self.groups: Mapping[int, Group] = {stage: plan.stage_group(stage) for stage in programs}
+        "Of every stage of the lane."
+        schedule = plan.schedule()
         self.actions = schedule.lanes[self.lane]
         self.trained = with_backward(schedule)
         self.wiring = Wiring(plan, self.lane, device, comms, ranks, torch_device, dtype, shape_of)
+        self.ends = Ends(plan, self.wiring, self.trained)
+        self._turns = schedule.turns
         self.optimizers = [_optimizer(bucket, master_dtype, optimizer) for bucket in buckets]
         self.pace: Callable[[Action, float], None] | None = None
         "Called after every action with its duration (without waiting for messages), while set; it may sleep (the lab)."
@@ -122,8 +126,7 @@ class Worker:
         self._scalars = torch.zeros(1 + count, dtype=torch.float64, device=torch_device)
         self._norm = torch.zeros((), dtype=torch.float64, device=torch_device)
         self._lr, self._count = 0.0, 0
-        self._counted = [counts(bucket, self.group, device) for bucket in buckets]
-        self.first_shard = self.group.position(device, "shard") == 0
+        self._counted = [counts(bucket, self.groups[bucket.stage], device) for bucket in buckets]
         self._shape_of = shape_of
         self._operations = self._compile(self.actions)
         self._evaluation: Evaluation | None = None
@@ -153,9 +156,8 @@ class Worker:
         self._feeds = {}
         return StepResult(self.mean_loss(self._scalars[1:], by_module), self._norm.clone(), self._lr)
 
-    def evaluate(self, feeds: Sequence[Feed] | Mapping[int, Sequence[Feed]], counts: Counts | None = None) -> Tensor:
-        """The summed losses of one batch, one for each of `loss_modules`, forward only: `feeds[microbatch]`, or those
-        by stage, hold whole sequences, also under slices."""
+    def evaluate(self, feeds: Feeds | Mapping[int, Feeds], counts: Counts | None = None) -> Tensor:
+        """The summed losses of one batch, one for each of `loss_modules`, forward only; arguments as of `step`."""
         from pipefit.run.evaluation import Evaluation
 
         if self._evaluation is None:
@@ -209,8 +211,7 @@ class Worker:
         """The cells that a compute action takes its inputs from."""
         if action.kind not in ("F", "I", "B"):
             return []
-        way = "F" if action.kind == "F" else "B"
-        return [cell for _, cell in self._cells(action, incoming=way == "F", way=way)]
+        return self.ends.cells(action, "F" if action.kind == "F" else "B")
 
     # From actions to operations.
 
@@ -236,16 +237,13 @@ class Worker:
     def _forward(self, action: Action) -> Operation:
         stage, microbatch, slice_ = action.stage, action.microbatch, action.slice
         call = self.programs[stage].forward
-        takes = self._cells(action, incoming=True, way="F")
-        gives = self._cells(action, incoming=False, way="F")
-        adds_loss = self.programs[stage].has_loss and self.first_shard
+        takes, gives = self.ends.takes(action, "F"), self.ends.gives(action, "F")
+        adds_loss, fed = self.adds_loss(stage), self.fed(action)
         place = self.loss_place(stage) if adds_loss else 0
 
         def forward() -> None:
-            inputs = {name: cell.take() for name, cell in takes}
-            outputs = call(microbatch, slice_, inputs, self._feeds[stage][microbatch][slice_])
-            for name, cell in gives:
-                cell.tensor = outputs[name]
+            outputs = call(microbatch, slice_, takes(), self._feeds[stage][fed][slice_])
+            gives(outputs)
             if adds_loss:
                 self._losses[place] += outputs["loss"]
 
@@ -255,26 +253,21 @@ class Worker:
         stage, microbatch, slice_ = action.stage, action.microbatch, action.slice
         program = self.programs[stage]
         call = program.backward if action.kind == "B" else program.backward_input
-        takes = self._cells(action, incoming=False, way="B")
-        gives = self._cells(action, incoming=True, way="B")
-        names = [name for name, _ in takes]
+        takes, gives = self.ends.takes(action, "B"), self.ends.gives(action, "B")
 
         def backward() -> None:
-            inputs = {name: cell.take() for name, cell in takes}
-            outputs = call(microbatch, slice_, inputs)
-            for name, cell in gives:
-                cell.tensor = outputs[name]
+            gives(call(microbatch, slice_, takes()))
 
-        def backward_of_many() -> None:
-            inputs: dict[str, Tensor] = {}
-            for name, cell in takes:
-                value = cell.take()
-                inputs[name] = inputs[name] + value if name in inputs else value
-            outputs = call(microbatch, slice_, inputs)
-            for name, cell in gives:
-                cell.tensor = outputs[name]
+        return backward
 
-        return backward if len(set(names)) == len(names) else backward_of_many
+    def fed(self, action: Action) -> int:
+        """Where the feed of an F stands among those of its stage, which has one for each of its units."""
+        _, turns, multiple = self._turns[action.stage] if self._turns else EVERY
+        return action.microbatch // (turns * multiple)
+
+    def adds_loss(self, stage: int) -> bool:
+        """Whether this device adds the stage's loss to the step's: its first shard does, where it makes one."""
+        return self.programs[stage].has_loss and self.groups[stage].position(self.device, "shard") == 0
 
     def loss_place(self, stage: int) -> int:
         """Where the losses of a stage's module stand in loss vectors."""
@@ -331,16 +324,6 @@ class Worker:
             if factor is not None:
                 gradient.mul_(factor)
             optimizer.step(gradient, self._lr, self._count)
-
-    def _cells(self, action: Action, incoming: bool, way: str) -> list[tuple[str, Cell]]:
-        """The cells of the stage's in-edges or out-edges for the tensor (way F) or its gradient (way B)."""
-        edges = [e for e in self.plan.edges if (e.target if incoming else e.source) == action.stage]
-        if way == "B":
-            edges = [e for e in edges if e.source in self.trained]
-        return [
-            (e.tensor, self.wiring.cell((e.source, e.target, e.tensor, way), action.microbatch, action.slice))
-            for e in edges
-        ]
 
 
 def lane_of(plan: Plan, device: int) -> int:

@@ -80,12 +80,39 @@ def parse_action(text: str) -> Action:
     return Action(kind, stage, int(match["microbatch"] or -1), int(match["slice"] or 0), peer, match["what"] or "")
 
 
+class Turn(NamedTuple):
+    """Which microbatches a stage takes: `multiple` at once are a unit, and of the units every `turns`-th is its own."""
+
+    turn: int = 0
+    "Unit u is this stage's where u % turns == turn."
+    turns: int = 1
+    multiple: int = 1
+
+    def takes(self, microbatch: int) -> bool:
+        """Whether the microbatch is in a unit of the stage."""
+        return microbatch // self.multiple % self.turns == self.turn
+
+    def first(self, microbatch: int) -> int:
+        """The first microbatch of the unit that the microbatch is in: the number of the unit's actions."""
+        return microbatch - microbatch % self.multiple
+
+    def units(self, microbatches: int) -> range:
+        """The first microbatches of the stage's units, of so many."""
+        return range(self.turn * self.multiple, microbatches, self.turns * self.multiple)
+
+
+EVERY = Turn()
+"""All microbatches, one by one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The ordered actions of every lane, with the shape they are for.
 
     `lanes[i]` is the list of lane i. `placement[s]` is the lane that holds stage s. A schedule is **computed** when
     it has compute actions only, **lowered** when transfers and once-an-iteration actions have been inserted.
+    Compute actions of a stage bear the first microbatch of a unit of its turn, transfers every single microbatch that
+    both ends take.
     """
 
     name: str
@@ -94,10 +121,20 @@ class Schedule:
     slices: int
     "Slices per microbatch; 1 where sequences are not cut."
     lanes: tuple[tuple[Action, ...], ...]
+    turns: tuple[Turn, ...] = ()
+    "Which microbatches every stage takes; (): all stages take all, one by one."
 
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    def turn(self, stage: int) -> Turn:
+        """Which microbatches a stage takes."""
+        return self.turns[stage] if self.turns else EVERY
+
+    def units(self, stage: int) -> range:
+        """The microbatches that the compute actions of a stage are numbered by."""
+        return self.turn(stage).units(self.microbatches)
 
     @property
     def is_lowered(self) -> bool:

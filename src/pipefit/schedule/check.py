@@ -1,6 +1,6 @@
 """What makes a schedule valid, computed or lowered. The first thing that is wrong is drawn.
 
-Rules, for every stage: every F, and every B or I and W, exactly once per (microbatch, slice), on the stage's lane; F
+Rules, for every stage: every F, and every B or I and W, exactly once per (unit, slice) that is its turn, on its lane; F
 before B or I, I before W; the slices of a microbatch forward in ascending and backward in descending order (keys and
 values flow forward, their gradients back). Stages that are said to be frozen may do without a backward: then there is
 none, and no gradient comes to them. Between stages: some order satisfies all dependencies. In a lowered
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule.actions import COMPUTE, TRANSFER, Action, Schedule
+from pipefit.schedule.actions import COMPUTE, TRANSFER, Action, Schedule, Turn
 from pipefit.schedule.draw import Cell, bad_cell
 from pipefit.schedule.frozen import with_backward
 from pipefit.schedule.problem import Edge, chain
@@ -75,7 +75,7 @@ def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
         lane = ready.pop()
         while place[lane] < len(lanes[lane]):
             action = lanes[lane][place[lane]][1]
-            lack = _lacks(action, feeds, gradients, forward, backward)
+            lack = _lacks(schedule, action, feeds, gradients, forward, backward)
             if lack is not None:
                 waiting.setdefault(lack, []).append(lane)
                 break
@@ -90,6 +90,7 @@ def check_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
 
 
 def _lacks(
+    schedule: Schedule,
     action: Action,
     feeds: dict[int, list[int]],
     gradients: dict[int, list[int]],
@@ -97,16 +98,15 @@ def _lacks(
     backward: set[Unit],
 ) -> tuple[str, Unit] | None:
     """The unit that the action waits for, if one is missing."""
-    if action.kind == "F":
-        for source in feeds.get(action.stage, ()):
-            unit = (source, action.microbatch, action.slice)
-            if unit not in forward:
-                return "F", unit
-    elif action.kind in ("B", "I"):
-        for target in gradients.get(action.stage, ()):
-            unit = (target, action.microbatch, action.slice)
-            if unit not in backward:
-                return "B", unit
+    if action.kind == "W":
+        return None
+    way, others, done = ("F", feeds, forward) if action.kind == "F" else ("B", gradients, backward)
+    own = range(action.microbatch, action.microbatch + schedule.turn(action.stage).multiple)
+    for other in others.get(action.stage, ()):
+        turn = schedule.turn(other)
+        for first in {turn.first(microbatch): None for microbatch in own if turn.takes(microbatch)}:
+            if (other, first, action.slice) not in done:
+                return way, (other, first, action.slice)
     return None
 
 
@@ -148,7 +148,7 @@ def _check_compute(schedule: Schedule, trained: Collection[int]) -> dict[tuple[s
         if action.kind in COMPUTE:
             done[action.kind, (action.stage, action.microbatch, action.slice)] = (lane, step)
     for stage, lane in enumerate(schedule.placement):
-        for microbatch in range(schedule.microbatches):
+        for microbatch in schedule.units(stage):
             for slice_ in range(schedule.slices):
                 unit = (stage, microbatch, slice_)
                 missing = _missing(unit, done, stage in trained)
@@ -175,12 +175,25 @@ def _wrong_place(schedule: Schedule, lane: int, action: Action) -> str | None:
             return f"There is no microbatch {action.microbatch}: the schedule has {schedule.microbatches}."
         if not 0 <= action.slice < schedule.slices:
             return f"There is no slice {action.slice}: a microbatch has {schedule.slices}."
+        turn = schedule.turn(action.stage)
+        if not turn.takes(action.microbatch):
+            return f"Microbatch {action.microbatch} is not one of stage {action.stage}: {_turn_text(turn)}."
+        if action.kind in COMPUTE and turn.first(action.microbatch) != action.microbatch:
+            return f"Microbatch {action.microbatch} is not the first of what stage {action.stage} takes together."
     if action.kind in TRANSFER:
         if not 0 <= action.peer < schedule.stages:
             return f"There is no stage {action.peer} to exchange with: the schedule has {schedule.stages}."
         if schedule.placement[action.peer] == lane:
             return f"Stages {action.stage} and {action.peer} are on the same lane: nothing is to be transferred."
+        other = schedule.turn(action.peer)
+        if not other.takes(action.microbatch):
+            return f"Microbatch {action.microbatch} is not one of stage {action.peer}: {_turn_text(other)}."
     return None
+
+
+def _turn_text(turn: Turn) -> str:
+    together = f", {turn.multiple} together" if turn.multiple > 1 else ""
+    return f"it takes turn {turn.turn} of {turn.turns}{together}"
 
 
 def _wrong_order(schedule: Schedule, action: Action, done: dict[tuple[str, Unit], Cell]) -> str | None:
@@ -254,7 +267,7 @@ class _Transfers:
             return f"There is no edge from stage {pair[0]} to stage {pair[1]} for {action}."
         if action.kind.endswith("B") and pair[0] not in self.trained:
             return f"{action} moves a gradient to stage {pair[0]}, which is frozen and has no backward."
-        unit = (action.stage, action.microbatch, action.slice)
+        unit = (action.stage, self.schedule.turn(action.stage).first(action.microbatch), action.slice)
         own = self.done.get(("F", unit)) if action.kind.endswith("F") else self._backward(unit)
         assert own is not None
         if action.kind.startswith("SEND") and own > cell:
@@ -269,14 +282,16 @@ class _Transfers:
     def _check_complete(self, edge: Edge) -> None:
         source, target, tensor = edge
         schedule = self.schedule
-        for m in range(schedule.microbatches):
+        one, two = schedule.turn(source), schedule.turn(target)
+        for m in filter(two.takes, filter(one.takes, range(schedule.microbatches))):
             for k in range(schedule.slices):
                 back = source in self.trained
+                here, there = (source, one.first(m), k), (target, two.first(m), k)
                 for action, user in (
-                    (Action("SEND_F", source, m, k, target, tensor), self.done["F", (source, m, k)]),
-                    (Action("RECV_F", target, m, k, source, tensor), self.done["F", (target, m, k)]),
-                    (Action("SEND_B", target, m, k, source, tensor), self._backward((target, m, k)) if back else None),
-                    (Action("RECV_B", source, m, k, target, tensor), self._backward((source, m, k)) if back else None),
+                    (Action("SEND_F", source, m, k, target, tensor), self.done["F", here]),
+                    (Action("RECV_F", target, m, k, source, tensor), self.done["F", there]),
+                    (Action("SEND_B", target, m, k, source, tensor), self._backward(there) if back else None),
+                    (Action("RECV_B", source, m, k, target, tensor), self._backward(here) if back else None),
                 ):
                     if user is None:  # no gradient comes to a frozen stage
                         continue

@@ -144,6 +144,7 @@ class _Builder:
         self.serial = ~(is_recv | is_send | beside)
         self.before = self._previous(self.serial)
         self.transfer_kind = self.transfer_edge = self.transfer_row = np.zeros(0, dtype=np.int64)
+        self.transfer_microbatch = self.transfer_row
         self.waits: list[tuple[Ints, Ints, int]] = []
         self.task = np.arange(self.rows)
         self.consumer_of: tuple[Ints, Ints] = (np.zeros(0, dtype=np.int64),) * 2
@@ -161,14 +162,15 @@ class _Builder:
         return np.where(last >= self.table.offset[self.table.lane], last, -1)
 
     def index(self, *kinds: int, by_edge: bool = False) -> Ints:
-        """Rows by [stage or edge, microbatch, slice] for actions of these kinds; -1 where there is none."""
+        """Rows by [stage or edge, microbatch, slice] for actions of these kinds; -1 where there is none. The actions of
+        a unit of several microbatches stand at each of them."""
         table = self.table
         mask = np.isin(table.kind, kinds)
         first = table.edge if by_edge else table.stage
         size = len(table.edges) if by_edge else self.schedule.stages
         found = np.full((size, self.schedule.microbatches, self.schedule.slices), -1, dtype=np.int64)
         found[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
-        return found
+        return found if by_edge else by_unit(found, self.schedule)
 
     def add_written_transfers(self, own_ports: bool) -> None:
         """Waits around the SEND and RECV actions of a lowered schedule."""
@@ -198,7 +200,7 @@ class _Builder:
     def add_implied_transfers(self, own_ports: bool) -> None:
         """A transfer right after every producer whose consumer is on another lane."""
         forward, backward = self.index(F), self.index(I, B)
-        rows, kinds, edges, users = [], [], [], []
+        rows, kinds, edges, users, places = [], [], [], [], []
         for number, (source, target, _) in enumerate(self.table.edges):
             for code, made, used in (
                 (SEND_F, forward[source], forward[target]),
@@ -207,6 +209,7 @@ class _Builder:
                 there = (made >= 0) & (used >= 0)
                 rows.append(made[there])
                 users.append(used[there])
+                places.append(np.nonzero(there)[0])
                 kinds.append(np.full(int(there.sum()), code))
                 edges.append(np.full(int(there.sum()), number))
         if not rows:
@@ -216,6 +219,7 @@ class _Builder:
         row, user = row[order], user[order]
         self.transfer_row, self.transfer_kind = row, np.concatenate(kinds)[order]
         self.transfer_edge = np.concatenate(edges)[order]
+        self.transfer_microbatch = np.concatenate(places)[order]
         tasks = self.rows + np.arange(len(row))
         self.wait(tasks, row)
         self.wait(user, tasks, ARRIVAL)
@@ -277,9 +281,8 @@ class _Builder:
         edge = np.concatenate((table.edge, self.transfer_edge, none))[order]
         consumer = np.full(total, -1, dtype=np.int64)
         consumer[self.consumer_of[0]] = number[self.consumer_of[1]]
-        stage, microbatch, slice_ = (
-            np.where(row >= 0, column[row], -1) for column in (table.stage, table.microbatch, table.slice)
-        )
+        stage, slice_ = (np.where(row >= 0, column[row], -1) for column in (table.stage, table.slice))
+        microbatch = np.concatenate((table.microbatch, self.transfer_microbatch, none))[order]
         return TaskGraph(
             schedule=self.schedule,
             table=table,
@@ -298,6 +301,14 @@ class _Builder:
             after=2 * number[after // 2] + after % 2,
             groups=_groups(self.schedule, kind, np.where(edge >= 0, edge, stage), microbatch, slice_),
         )
+
+
+def by_unit(found: Ints, schedule: Schedule) -> Ints:
+    """[stage, microbatch, slice]: what stands at the first microbatch of a unit, at each of its microbatches."""
+    for stage, (_, _, multiple) in enumerate(schedule.turns):
+        if multiple > 1:
+            found[stage] = np.repeat(found[stage, ::multiple], multiple, axis=0)
+    return found
 
 
 def _groups(schedule: Schedule, kind: Ints, first: Ints, microbatch: Ints, slice_: Ints) -> dict[int, Group]:

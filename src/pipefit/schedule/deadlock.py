@@ -123,7 +123,8 @@ class _Execution:
         self.last: dict[tuple[int, str], int] = {}
         for lane, step, action in schedule:
             if action.kind.startswith("RECV"):
-                key = (action.kind[-1], action.stage, action.microbatch, action.slice)
+                first = schedule.turn(action.stage).first(action.microbatch)
+                key = (action.kind[-1], action.stage, first, action.slice)
                 self.inputs.setdefault(key, []).append(message(action))
             name = _collective(action)
             if name is not None:

@@ -62,7 +62,7 @@ def lower(
     gathered = set(zero)
     full = []
     for lane, actions in enumerate(lanes):
-        ahead = post_ahead(actions, schedule.placement) if costs.receives_ahead else actions
+        ahead = post_ahead(actions, schedule.placement, schedule.turns) if costs.receives_ahead else actions
         body = _with_reductions(ahead, reduced)
         body += [
             Action("REDUCE", stage, what=bucket)
@@ -81,6 +81,7 @@ def lower(
         microbatches=schedule.microbatches,
         slices=schedule.slices,
         lanes=tuple(full),
+        turns=schedule.turns,
     )
 
 

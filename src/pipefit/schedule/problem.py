@@ -10,6 +10,7 @@ import numpy as np
 
 from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import EVERY, Turn
 
 Edge = tuple[int, int, str]
 """(source stage, target stage, tensor): the tensor that source makes and target uses; '' is the hidden state."""
@@ -35,6 +36,8 @@ class Problem:
     "What families that look at costs work with; the others ignore it."
     limit_bytes: tuple[float, ...] | None = None
     "Memory of every lane for what `costs` counts; None is no limit."
+    turns: tuple[Turn, ...] = ()
+    "Which microbatches every stage takes; (): all stages take all, one by one."
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -56,6 +59,7 @@ class Problem:
                 allowed="for example 0,1,2,3, or 0,1,1,0 for a V",
             )
         _check_edges(self.dag, len(self.placement))
+        _check_turns(self.turns, len(self.placement), self.microbatches)
 
     @property
     def stages(self) -> int:
@@ -69,6 +73,10 @@ class Problem:
     def dag(self) -> tuple[Edge, ...]:
         """The edges, with the default filled in."""
         return chain(self.stages) if self.edges is None else self.edges
+
+    def turn(self, stage: int) -> Turn:
+        """Which microbatches a stage takes."""
+        return self.turns[stage] if self.turns else EVERY
 
     def held(self, lane: int) -> tuple[int, ...]:
         """The stages that a lane holds, ascending."""
@@ -161,3 +169,16 @@ def _check_edges(edges: Sequence[Edge], stages: int) -> None:
             )
     if len(set(edges)) != len(edges):
         raise ScheduleError("An edge is given twice.", where="edges", seen=edges)
+
+
+def _check_turns(turns: Sequence[Turn], stages: int, microbatches: int) -> None:
+    if turns and len(turns) != stages:
+        raise ScheduleError("A turn is needed for every stage, or for none.", where="turns", seen=len(turns))
+    for stage, (turn, count, multiple) in enumerate(turns):
+        if not 0 <= turn < count or multiple < 1 or microbatches % multiple or turn * multiple >= microbatches:
+            raise ScheduleError(
+                "The stage would have no microbatch, or cannot take so many together.",
+                where=f"turns[{stage}]",
+                seen=f"turn {turn} of {count}, {multiple} of {microbatches} microbatches together",
+                allowed="0 <= turn < turns, a unit for every turn, and whole units",
+            )

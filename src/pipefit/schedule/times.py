@@ -72,6 +72,8 @@ def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
     for code, once in ((REDUCE, left_to_reduce_s(graph, costs)), (GATHER, costs.gather_s)):
         rest = np.flatnonzero((graph.kind == code) & graph.plain)
         duration[rest] = once[graph.stage[rest]]
+    tied = np.flatnonzero((graph.kind == REDUCE) & ~graph.plain)
+    duration[tied] = np.broadcast_to(costs.tied_s, graph.schedule.stages)[graph.stage[tied]]
     steps = np.flatnonzero(graph.kind == STEP)
     duration[steps] = costs.step_s[graph.lane[steps]]
     return duration, transit

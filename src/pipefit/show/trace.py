@@ -101,7 +101,7 @@ def read_trace(path: Path, plan: Plan) -> Trace | None:
         return None
     data = _load(path)
     _check_head(data, path, plan)
-    schedule, lanes = plan.order.schedule(), _lanes_by_device(plan)
+    schedule, lanes = plan.schedule(), _lanes_by_device(plan)
     rows: list[Row] = []
     facts: dict[int, DeviceFacts] = {}
     for index, entry in enumerate(data["ranks"]):

@@ -2,7 +2,8 @@
 
 An action that holds more afterwards takes that memory when it starts; one that frees does so when it ends; what it
 needs beside that (`peak_bytes`, its inputs and outputs among it) lives from its start to its end. A receive buffer is
-alive from the moment its receive is posted until the action that uses it starts. What an action hands on is alive from
+alive from the moment its receive is posted until the action that uses it starts. What a slice's backward leaves for
+the keys and values of earlier slices is alive until the next one's starts. What an action hands on is alive from
 its end until the next stage on the same lane starts with it, or until it has been sent: in a lowered schedule until as
 many later messages of its channel have been sent as the receiver has receives open at once (`schedule/messages.py`),
 in a computed one until the transfer is over. Under all of it lie the lane's static bytes.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import CostTable
-from pipefit.schedule.compile import TaskGraph
+from pipefit.schedule.compile import TaskGraph, by_unit
 from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
 from pipefit.schedule.times import Times, edge_table, match_edges, spread
 
@@ -59,6 +60,7 @@ def memory_curves(
         events.add(graph.lane[user], times.start_s[user], PLACES * graph.row[user] + TAKE, -size, RECEIVED)
         _add_sent(events, graph, costs, times, reached_s)
     _add_handed_on(events, graph, costs, times)
+    _add_owed(events, graph, costs, times)
     _add_reductions(events, graph, costs, times)
     return events.curves(costs.static_bytes, len(graph.schedule.lanes), PLACES * len(graph.table.kind))
 
@@ -141,10 +143,22 @@ def _add_handed_on(events: _Events, graph: TaskGraph, costs: CostTable, times: T
             (forward[edge.source], forward[edge.target], edge.forward_sent_bytes),
             (backward[edge.target], backward[edge.source], edge.backward_sent_bytes),
         ):
-            size = np.broadcast_to(table, made.shape).reshape(-1)
-            made, used = made.reshape(-1), used.reshape(-1)
+            there = (made >= 0) & (used >= 0)
+            size, made, used = np.broadcast_to(table, made.shape)[there], made[there], used[there]
             events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size, SENT)
             events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size, SENT)
+
+
+def _add_owed(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
+    """What a backward leaves for the keys and values of earlier slices, until the next one of its microbatch starts."""
+    if not costs.owed_bytes.any():
+        return
+    backward = _index(graph, (I, B))
+    there = (backward[:, :, 1:] >= 0) & (backward[:, :, :-1] >= 0)
+    size = np.broadcast_to(costs.owed_bytes, backward.shape)[:, :, 1:][there]
+    made, used = backward[:, :, 1:][there], backward[:, :, :-1][there]
+    events.add(graph.lane[made], times.stop_s[made], PLACES * graph.row[made] + GIVE, size)
+    events.add(graph.lane[used], times.start_s[used], PLACES * graph.row[used] + TAKE, -size)
 
 
 def _add_reductions(events: _Events, graph: TaskGraph, costs: CostTable, times: Times) -> None:
@@ -167,7 +181,7 @@ def _index(graph: TaskGraph, kinds: tuple[int, ...]) -> Ints:
     tasks = np.flatnonzero(np.isin(graph.kind, kinds))
     found = np.full((schedule.stages, schedule.microbatches, schedule.slices), -1, dtype=np.int64)
     found[graph.stage[tasks], graph.microbatch[tasks], graph.slice[tasks]] = tasks
-    return found
+    return by_unit(found, schedule)
 
 
 def _held_and_passing(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:

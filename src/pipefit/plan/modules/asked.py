@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipefit.errors import PlanError
@@ -13,11 +14,14 @@ from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear
 
-COMMON = ("microbatches", "schedule", "zero1", "devices")
+COMMON = ("microbatches", "schedule", "zero1", "devices", "modules", "ahead")
 """What can be pinned for all modules together."""
 
-OWN = ("replicas", "stages", "shards", "recompute", "devices")
+OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement")
 """What can be pinned for each."""
+
+APART = ("stages", "devices")
+"""What a module that shares the devices of another does not have."""
 
 
 def check_asked(model: Model, job: Job, pins: Mapping[str, Any]) -> None:
@@ -56,6 +60,13 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
                 seen=",".join(value),
                 allowed="none, selective or full",
             )
+        elif own == "placement" and not isinstance(value, str):
+            yield PlanError(
+                "A module lies on devices of its own, or shares those of the largest one, on every lane or in line.",
+                where=f"--fix {key}",
+                seen=",".join(map(str, value)),
+                allowed="disjoint, shared or inline",
+            )
         elif own == "microbatches" and job.batch % value:
             yield PlanError(
                 "The batch cannot be cut into this many equal microbatches.",
@@ -70,3 +81,71 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
                 seen=value,
                 allowed=", ".join(name for name in sorted(FAMILIES) if FAMILIES[name].placement(4) == linear(4)),
             )
+
+
+def sharing_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> list[frozenset[str]]:
+    """The choices of modules that share the devices of the largest one: all that the pins leave of those that are
+    `able` to. Raises PlanError where a pin cannot be obeyed."""
+    asked = {name: pins.get(f"{name}.placement", pins.get("modules")) for name in names}
+    choices = []
+    for name in names:
+        pinned = [f"{name}.{key}" for key in APART if f"{name}.{key}" in pins]
+        explicit = pins.get(f"{name}.placement") == "shared"
+        if explicit and name not in able:
+            raise PlanError(
+                "This module cannot share the devices of another.",
+                where=f"--fix {name}.placement",
+                seen="shared",
+                allowed=f"shared for {', '.join(sorted(able))}" if able else "disjoint for every module of this model",
+                next_step="modules at an end of the chain, beside the one with most work, can share its devices",
+            )
+        if explicit and pinned:
+            raise PlanError(
+                "A module that shares devices lies whole on every lane: it has no stages or devices of its own.",
+                where=f"--fix {name}.placement",
+                seen=f"shared, with {', '.join(pinned)}",
+                next_step=f"drop --fix {pinned[0]}, or fix {name}.placement=disjoint",
+            )
+        if name in able and not pinned and asked[name] != "disjoint":
+            choices.append(((name,),) if asked[name] == "shared" else ((), (name,)))
+    if pins.get("modules") == "shared" and not choices:
+        raise PlanError(
+            "No module can share the devices of another, as it is asked for.",
+            where="--fix modules",
+            seen="shared",
+            allowed="disjoint"
+            if not able
+            else f"shared, for {', '.join(sorted(able))} without pins of their own devices",
+            next_step="modules at an end of the chain, beside the one with most work, can share its devices",
+        )
+    return [frozenset(itertools.chain.from_iterable(one)) for one in itertools.product(*choices)]
+
+
+def inline_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> bool:
+    """Whether the pins leave it to lay the `able` modules in line with the largest one, all of them on its first or
+    last lane: where no module lies elsewhere, or is pinned to be otherwise. Raises PlanError where it is asked for and
+    cannot be."""
+    asked = [key for key, value in pins.items() if value == "inline"]
+    beside = [name for name in asked if name.endswith(".placement") and name.rpartition(".")[0] not in able]
+    if beside or (asked and len(able) < len(names) - 1):
+        raise PlanError(
+            "This cannot lie in line with the largest module.",
+            where=f"--fix {(beside or asked)[0]}",
+            seen="inline",
+            allowed=f"inline for {' and '.join(sorted(able))}" if beside and able else "disjoint or shared",
+            next_step="every other module has to stand beside the one with most work, at an end of the chain",
+        )
+    kept = [f"{name}.{key}" for name in names if name in able for key in APART if f"{name}.{key}" in pins]
+    kept += [f"{name}.placement" for name in able if pins.get(f"{name}.placement", "inline") != "inline"]
+    kept += ["modules"] if pins.get("modules", "inline") != "inline" else []
+    for key in ("replicas", "shards"):
+        pinned = [f"{name}.{key}" for name in names if f"{name}.{key}" in pins]
+        kept += pinned if len({len(pins[one]) for one in pinned}) > 1 else []
+    if asked and kept:
+        raise PlanError(
+            "Modules in line with the largest one have its devices, replicas and shards, all of them together.",
+            where=f"--fix {asked[0]}",
+            seen=f"inline, with {', '.join(kept)}",
+            next_step=f"drop --fix {kept[0]}, or --fix {asked[0]}=disjoint",
+        )
+    return len(able) > 0 and len(able) == len(names) - 1 and not kept

@@ -8,6 +8,7 @@ batches decides (Entrain, arXiv 2605.27918: one plan for whole batches is enough
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,12 +21,14 @@ from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.evaluate import evaluate
-from pipefit.plan.modules.asked import check_asked
+from pipefit.plan.modules.asked import check_asked, inline_asked, sharing_asked
 from pipefit.plan.modules.costing import Costed, CostedWay, Costing, passes
 from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, orchestrate
-from pipefit.plan.modules.parts import host_order, module_parts
+from pipefit.plan.modules.inline import inline_layouts
+from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, backbone_of, can_share, orchestrate
+from pipefit.plan.modules.parts import host_order, module_parts, within_hosts
 from pipefit.plan.modules.samples import Arrange, Samples
+from pipefit.plan.modules.told import placements_told, shares_told
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.structure import FormsError
 from pipefit.plan.types import Arranging, Job, SampleLoad
@@ -34,8 +37,14 @@ from pipefit.units import format_bytes, format_seconds
 SHORT, ACTIONS = 60, 120_000
 """Layouts that are simulated: at most so many, fewer when their actions come to so many."""
 
+EACH = 12
+"""Layouts of every choice of modules that share devices that are simulated at least."""
+
 ORDERED, BEST = 12, 4
-"""Layouts that are simulated with the orders of OTHERS as well, and plans that are on every sampled batch."""
+"""Layouts that are simulated with the orders of OTHERS as well, and plans that are on every sampled batch; of plans
+whose modules have devices of their own, and of others, at least FEW of them."""
+
+FEW = 2
 
 TIGHTER, SPARE, MISSES = 6, 0.02, 20
 """How often the short list is made again with more memory kept free because nothing of it fits, the least part of the
@@ -43,6 +52,13 @@ memory that is then kept free, and after how many layouts that do not fit."""
 
 OTHERS = ("eager-1f1b", "zb-h1")
 """Families that are tried beside 1F1B; their placement is a stage a lane."""
+
+BESIDE = (("eager-1f1b", 2), ("1f1b", 1))
+"""(family, units ahead) for layouts with guests: the first one that fits. A pipeline with room between its forwards and
+backwards bears what is put in between."""
+
+BESIDE_OTHERS = (("1f1b", 4), ("eager-1f1b", 4), ("zb-h1", 2), ("zb-h1", 4))
+"""Those that are tried with the best of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +101,13 @@ class _Finder:
             name: {key: len(value) if key == "replicas" else value for key, value in each.items() if key in FIXED}
             for name, each in own.items()
         }
+        profiles = [one.profile for one in self.costed]
+        self.backbone = profiles[backbone_of(profiles)].name
+        able = can_share(profiles)
+        self.inline = inline_asked(pins, list(own), able)
+        "Whether layouts with the other modules in line with the backbone are looked at."
+        alone = "inline" in pins.values()
+        self.sharing = [] if alone else sharing_asked(pins, list(own), able)
 
     def _of(self, module: str) -> dict[str, Any]:
         """The pins of one module."""
@@ -102,31 +125,62 @@ class _Finder:
             if self.fitting or not lacking:
                 break
             spare = max(2 * spare, min(lacking), SPARE * limit)
-        self.fitting.sort(key=lambda one: one.rank)
-        best = self.fitting[:ORDERED]
-        if "schedule" not in self.pins:
-            for one in list(best):
-                best += filter(None, [self.simulate(replace(_plain(one), schedule=name), 0) for name in OTHERS])
-        self.settle(sorted(best, key=lambda one: one.rank)[:BEST])
+        best = self.best_of_each(self.fitting, ORDERED)
+        for one in list(best):
+            best += filter(None, [self.simulate(other, 0) for other in self.others(_plain(one))])
+        self.settle(self.best_of_each(best, BEST))
+
+    def best_of_each(self, some: Sequence[Evaluated], count: int) -> list[Evaluated]:
+        """The fastest of them, FEW at least of each way of placing modules: with guests, in line, or neither."""
+        ranked = sorted(some, key=lambda one: one.rank)
+        few: dict[tuple[bool, bool], list[Evaluated]] = {}
+        for one in ranked:
+            few.setdefault((bool(_plain(one).guests), bool(_plain(one).inline)), []).append(one)
+        chosen = {id(one) for one in (*ranked[:count], *(one for each in few.values() for one in each[:FEW]))}
+        return [one for one in ranked if id(one) in chosen]
+
+    def others(self, decisions: ModuleDecisions) -> list[ModuleDecisions]:
+        """The same layout in other orders, as far as none is pinned."""
+        if not decisions.guests:
+            names = OTHERS if "schedule" not in self.pins else ()
+            return [replace(decisions, schedule=name) for name in names]
+        return [one for one in self.orders(decisions, BESIDE_OTHERS) if one != decisions]
+
+    def orders(self, decisions: ModuleDecisions, of: Sequence[tuple[str, int]]) -> list[ModuleDecisions]:
+        """The layout, which has guests, in these orders with what is pinned in place of theirs."""
+        found = {
+            (self.pins.get("schedule", name), self.pins.get("ahead", ahead)): None for name, ahead in of
+        }  # in their order, each once
+        return [replace(decisions, schedule=name, ahead=ahead) for name, ahead in found]
 
     def short_list(self, limit_bytes: float) -> tuple[Arrangement, ...]:
         """The best layouts by the closed form, within this memory."""
         count = device_count(self.bench.cluster)
-        found = orchestrate(
+        asked: dict[str, Any] = {
+            "counts": [self.pins["microbatches"]] if "microbatches" in self.pins else None,
+            "passes": [passes(one, two) for one, two in pairwise(self.costed)],
+            "fixed": self.fixed,
+        }
+        given = (
             [one.profile for one in self.costed],
             min(self.pins.get("devices", count), count),
             self.job.batch,
             limit_bytes,
-            top=SHORT,
-            counts=[self.pins["microbatches"]] if "microbatches" in self.pins else None,
-            passes=[passes(one, two) for one, two in pairwise(self.costed)],
-            fixed=self.fixed,
         )
-        self.considered += found.considered
-        self.combined += found.combined
-        if found.best:
-            self.closed_s = found.best[0].step_s
-        return found.best
+        found = orchestrate(*given, top=SHORT, sharing=self.sharing, **asked)
+        inline = inline_layouts(*given, **asked) if self.inline else None
+        for each in filter(None, (found, inline)):
+            self.considered += each.considered
+            self.combined += each.combined
+            self.closed_s = min([self.closed_s, *(layout.step_s for layout in each.best[:1])])
+        counts: Counter[frozenset[str]] = Counter()
+        chosen = []
+        for place, one in enumerate(found.best):
+            counts[one.guests] += 1
+            if place < SHORT or counts[one.guests] <= EACH:
+                chosen.append(one)
+        chosen += inline.best if inline else ()
+        return tuple(sorted(chosen, key=lambda one: one.step_s))
 
     def simulate_all(self, layouts: Sequence[Arrangement], progress: Any) -> None:
         """One after the other, until their actions come to ACTIONS, or the first MISSES do not fit."""
@@ -135,8 +189,9 @@ class _Finder:
             decisions = self.decisions(layout)
             if decisions is None or actions > ACTIONS or (misses >= MISSES and not self.fitting):
                 continue
-            actions += 2 * decisions.stage_count * decisions.microbatches
-            misses += self.simulate(decisions, 0) is None
+            actions += 2 * (decisions.lanes + len(decisions.guests)) * decisions.microbatches
+            tried = self.orders(decisions, BESIDE) if decisions.guests else [decisions]
+            misses += not any(self.simulate(one, 0) is not None for one in tried)
             if progress is not None:
                 best_s = min((one.step_s for one in self.fitting), default=None)
                 progress(len(layouts) - place - 1, self.simulated, best_s)
@@ -158,7 +213,7 @@ class _Finder:
     def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
         """One plan on one sampled batch; None where it does not fit or cannot be made. What is to be kept is looked at
         in passing: samples are balanced, but microbatches stay in the order that this gives."""
-        shares = [own.replicas for _, own in decisions.modules for _ in range(own.stage_count)]
+        shares = [own.replicas for _, own in decisions.stages_of]
         arranging = self.loads(decisions)
         looking = replace(arranging, order=False) if keep else arranging
         order = self.arrange(self.samples, batch, looking, shares, decisions.microbatches)
@@ -180,41 +235,53 @@ class _Finder:
         return None
 
     def loads(self, decisions: ModuleDecisions) -> Arranging:
-        """What samples cost on every stage: the module's load, by the stage's part of its layers' time."""
+        """What samples cost on every stage: the module's load, by the stage's part of its layers' time. Where
+        lanes have several stages, microbatches stay as they are: with guests lanes are ordered for the times of this
+        very order."""
         loads: list[SampleLoad] = []
-        for costed, (_, own) in zip(self.costed, decisions.modules, strict=True):
+        for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
             index, way = next((i, way) for i, way in enumerate(costed.ways) if _is(way, own))
             seconds = costed.profile.ways[index].sample_s
             whole = float(seconds.sum()) or 1.0
             for start, stop in pairwise((0, *own.cuts, len(seconds))):
                 part = float(seconds[start:stop].sum()) / whole
                 scaled = {name: getattr(way.load, name) * part for name in ("row_s", "token_s", "square_s")}
-                loads.append(replace(way.load, **scaled))
-        return Arranging(loads=tuple(loads))
+                loads += [replace(way.load, **scaled)] * decisions.copies(name)
+        return Arranging(loads=tuple(loads), order=not decisions.placed)
 
     def decisions(self, arrangement: Arrangement) -> ModuleDecisions | None:
         """The choices that a layout stands for; None where its shard groups do not fit into the hosts."""
-        sizes = [(layout.devices, layout.shards) for layout in arrangement.modules]
-        devices = host_order(sizes, [host.devices for host in self.bench.cluster.hosts])
+        own = [layout for layout in arrangement.modules if not layout.shared and not layout.inline]
+        hosts = [host.devices for host in self.bench.cluster.hosts]
+        devices = host_order([(layout.devices, layout.shards) for layout in own], hosts)
         if not devices:
             return None
+        placed = dict(zip([layout.module for layout in own], devices, strict=True))
         common = {
             "microbatches": arrangement.microbatches,
             "schedule": self.pins.get("schedule", "1f1b"),
             "zero1": self.pins.get("zero1", True),
         }
         modules = tuple(
-            (layout.module, Decisions(**_own(layout, costed), devices=own, **common))
-            for layout, costed, own in zip(arrangement.modules, self.costed, devices, strict=True)
+            (layout.module, Decisions(**_own(layout, costed), devices=placed.get(layout.module, ()), **common))
+            for layout, costed in zip(arrangement.modules, self.costed, strict=True)
         )
-        return ModuleDecisions(**common, modules=modules)
+        guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
+        made = ModuleDecisions(
+            **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline
+        )
+        return made if within_hosts(made, hosts) else None
 
     def result(self) -> ModulesFound:
         best = self.fitting[0]
         mean_s = self.step_s.get(id(best), best.step_s)
-        told_apart = {tuple(one.decisions.words(()).items()): one for one in reversed(self.fitting)}
+        told_apart = {_told(one): one for one in reversed(self.fitting)}
+        distinct = [one for one in self.fitting if told_apart[_told(one)] is one]
+        first = {_plain(one).placed: one for one in reversed(distinct)}
+        others = sorted((one for one in first.values() if one is not best), key=lambda one: one.rank)
+        known = {id(best), *map(id, others)}
         found = Found(
-            fitting=tuple(one for one in self.fitting if told_apart[tuple(one.decisions.words(()).items())] is one),
+            fitting=(best, *others, *(one for one in distinct if id(one) not in known)),
             misfits=tuple(sorted(self.misfits, key=lambda misfit: misfit.bound_s)),
             unfit=len(self.misfits),
             lower_bound_s=self.work_bound_s(),
@@ -224,15 +291,21 @@ class _Finder:
         )
         notes = (
             self.samples.note,
-            f"modules: {_shares(best)}",
-            f"modules: every one on devices of its own (disjoint); {self.considered} layouts of single modules, "
-            f"{self.combined} of all together, the {SHORT} best by the closed form simulated; sharing devices between "
-            "modules is not considered, because runs cannot do it yet",
+            f"modules: {shares_told(best)}",
+            *(f"modules: {each}" for each in placements_told(self.fitting, self.choices(), self.backbone, self.step_s)),
+            f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
+            f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices",
             f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
             f"all {self.samples.batches} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )
         assert isinstance(best.decisions, ModuleDecisions)
         return ModulesFound(found=found, arranging=self.arranging[best.decisions.modules], notes=notes)
+
+    def choices(self) -> list[Mapping[str, str]]:
+        """What was looked at: of every choice the modules on shared devices, each with its word."""
+        found: list[Mapping[str, str]] = [dict.fromkeys(guests, "shared") for guests in self.sharing]
+        names = [one.profile.name for one in self.costed if one.profile.name != self.backbone]
+        return [*found, dict.fromkeys(names, "inline")] if self.inline else found
 
     def work_bound_s(self) -> float:
         """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
@@ -277,24 +350,10 @@ def _plain(one: Evaluated) -> ModuleDecisions:
     return replace(one.decisions, cuts=())
 
 
-def _shares(one: Evaluated) -> str:
-    """What every module has of the devices, what of the work, and how busy its busiest stage is: why they are divided
-    so."""
-    parts, timeline = one.parts, one.simulation.timeline
-    count: dict[str, int] = {}
-    work: dict[str, float] = {}
-    busiest: dict[str, float] = {}
-    for stage, lane in zip(parts.stages, parts.placement, strict=True):
-        devices, busy_s = len(parts.groups[stage.group].devices), float(timeline.busy_s[lane])
-        count[stage.module] = count.get(stage.module, 0) + devices
-        work[stage.module] = work.get(stage.module, 0.0) + devices * busy_s
-        busiest[stage.module] = max(busiest.get(stage.module, 0.0), busy_s)
-    every, whole = sum(count.values()), sum(work.values()) or 1.0
-    return "; ".join(
-        f"{name} has {count[name]} of {every} devices for {work[name] / whole:.0%} of the device time, its busiest "
-        f"stage {busiest[name] / timeline.makespan_s:.0%} of the step"
-        for name in count
-    )
+def _told(one: Evaluated) -> tuple[object, ...]:
+    """What tells plans apart: their choices but for how far guests are ahead, and their steps."""
+    words = one.decisions.words(())
+    return (*(item for item in words.items() if item[0] not in ("ahead", "schedule")), one.step_s)
 
 
 def _is(way: CostedWay, own: Decisions) -> bool:

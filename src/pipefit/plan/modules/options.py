@@ -42,6 +42,13 @@ class Options:
     way: Ints
     row: Ints
     "Of the way's cuts."
+    beside: Ints
+    "[layout, guest]: the ways of the modules that share its devices (`sharing.py`)."
+
+    @staticmethod
+    def joined(found: Sequence[Options]) -> Options:
+        """All of them, one after the other."""
+        return Options(**{name: np.concatenate([getattr(one, name) for one in found]) for name in Options.__slots__})
 
     @property
     def size(self) -> int:
@@ -81,7 +88,7 @@ def options_of(
         _of_way(profile, index, counts, mean, most, microbatches, devices, limit_bytes)
         for index in range(len(profile.ways))
     ]
-    return _joined(found)
+    return Options.joined(found)
 
 
 def obeying(options: Options, fixed: Mapping[str, int]) -> Options:
@@ -95,7 +102,7 @@ def _none() -> Options:
     numbers, seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
     return Options(
         devices=numbers, stages=numbers, slowest_s=seconds, through_s=seconds, reduce_s=seconds, room=numbers,
-        replicas=numbers, way=numbers, row=numbers,
+        replicas=numbers, way=numbers, row=numbers, beside=np.zeros((0, 0), dtype=np.int64),
     )  # fmt: skip
 
 
@@ -132,6 +139,7 @@ def _of_way(
         replicas=np.broadcast_to(replicas[:, None], shape)[fits],
         way=np.full(int(fits.sum()), index, dtype=np.int64),
         row=rows[fits],
+        beside=np.zeros((int(fits.sum()), 0), dtype=np.int64),
     )
 
 
@@ -149,10 +157,6 @@ def _room(left_bytes: Array, saved_bytes: Array, cuts: StageCuts, microbatches: 
     room[left_bytes < 0] = -1.0
     found: Ints = np.minimum.reduceat(room, cuts.first, axis=-1).astype(np.int64)
     return found
-
-
-def _joined(found: Sequence[Options]) -> Options:
-    return Options(**{name: np.concatenate([getattr(one, name) for one in found]) for name in Options.__slots__})
 
 
 def unbeaten(options: Options, ways_differ: bool = False) -> Options:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipefit.model.graph import Model
+from pipefit.plan.decisions import Decisions
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.sharded import LayerProgram, Programs, sharding_key
 from pipefit.plan.structure import FormsError, can_pass, dual, make_groups, make_parameters, make_stages, shard_shares
@@ -28,30 +29,77 @@ def module_parts(
     stages: list[Stage] = []
     split_state: list[bool] = []
     modules = {module.name: module for module in model.modules}
+    runs: list[list[int]] = []
+    first = _first_group(decisions)
     for name, own in decisions.modules:
-        for stage in make_stages(modules[name], own, own.cuts, programs):
-            stages.append(replace(stage, group=stage.group + len(groups)))
+        runs.append([])
+        if name in decisions.inline:
+            (stage,) = make_stages(modules[name], own, (), programs)
+            runs[-1].append(len(stages))
+            stages.append(replace(stage, group=first + decisions.end_of(name)))
             split_state.append(decisions.zero1 and len(own.replicas) > 1)
-        groups += make_groups(own)
+            continue
+        for turn, placed in enumerate(_placed(decisions, name, own)):
+            for stage in make_stages(modules[name], placed, placed.cuts, programs):
+                runs[-1].append(len(stages))
+                stages.append(replace(stage, group=stage.group + len(groups), turn=turn, turns=decisions.copies(name)))
+                split_state.append(decisions.zero1 and len(own.replicas) > 1)
+            groups += make_groups(placed)
     return Parts(
         job=job,
         groups=tuple(groups),
         spaces=tuple(spaces),
         stages=tuple(stages),
-        edges=tuple(chain_edges(stages, groups, programs, {space.name for space in spaces if space.tokens == 0})),
-        placement=tuple(range(len(stages))),
+        edges=tuple(
+            module_edges(
+                _pairs(decisions, runs), stages, groups, programs, {space.name for space in spaces if space.tokens == 0}
+            )
+        ),
+        placement=decisions.lane_of_stage,
         microbatches=decisions.microbatches,
         slices=(job.sequence,),
         split_state=tuple(split_state),
     )
 
 
-def chain_edges(
-    stages: Sequence[Stage], groups: Sequence[GroupPlan], programs: Programs, packed: set[str]
+def _first_group(decisions: ModuleDecisions) -> int:
+    """Where the groups of the backbone begin, which modules in line with it use."""
+    names = [name for name, _ in decisions.modules]
+    before = decisions.modules[: names.index(decisions.backbone)] if decisions.inline else ()
+    return sum(own.stage_count * decisions.copies(name) for name, own in before if name not in decisions.inline)
+
+
+def _placed(decisions: ModuleDecisions, name: str, own: Decisions) -> list[Decisions]:
+    """How a module lies: once, or for a guest on every lane of the backbone."""
+    if name not in decisions.guests:
+        return [own]
+    return [replace(own, devices=lane) for lane in dict(decisions.modules)[decisions.backbone].lane_devices()]
+
+
+def _pairs(decisions: ModuleDecisions, runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Which stage hands to which; `runs` are the stages of every module. Those of a guest take turns: each is fed by,
+    or feeds, the end of the module beside it."""
+    guest = [name in decisions.guests for name, _ in decisions.modules]
+    found = []
+    for place, own in enumerate(runs):
+        found += [] if guest[place] else list(pairwise(own))
+        if place + 1 < len(runs):
+            ends, starts = (own if guest[place] else own[-1:]), runs[place + 1]
+            found += [(end, start) for end in ends for start in (starts if guest[place + 1] else starts[:1])]
+    return sorted(found)
+
+
+def module_edges(
+    pairs: Sequence[tuple[int, int]],
+    stages: Sequence[Stage],
+    groups: Sequence[GroupPlan],
+    programs: Programs,
+    packed: set[str],
 ) -> list[Edge]:
-    """The hidden state from each stage to the next, within modules and from one to the other."""
+    """The hidden state from stage to stage, within modules and from one to the other."""
     edges = []
-    for source, (one, two) in enumerate(pairwise(stages)):
+    for source, target in pairs:
+        one, two = stages[source], stages[target]
         ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
         gives = end_program(programs, one, ahead, -1).gives
         takes = end_program(programs, two, behind, 0).takes
@@ -66,7 +114,7 @@ def chain_edges(
         edges.append(
             Edge(
                 source=source,
-                target=source + 1,
+                target=target,
                 forward=_wire(rows, str(gives), str(takes)),
                 gradient=_wire(rows, dual(takes, len(behind)), dual(gives, len(ahead))),
             )
@@ -108,6 +156,18 @@ def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) ->
             return ()
         found[index] = tuple(taken)
     return tuple(found)
+
+
+def within_hosts(decisions: ModuleDecisions, host_devices: Sequence[int]) -> bool:
+    """Whether the shard groups of guests, runs of the backbone's lanes, lie within hosts."""
+    hosts = [host for host, count in enumerate(host_devices) for _ in range(count)]
+    for name, own in decisions.modules:
+        if name in decisions.guests:
+            for lane in dict(decisions.modules)[decisions.backbone].lane_devices():
+                for start in range(0, len(lane), len(own.shards)):
+                    if len({hosts[device] for device in lane[start : start + len(own.shards)]}) > 1:
+                        return False
+    return True
 
 
 def _wire(rows: str, sent: str, received: str) -> Wire:

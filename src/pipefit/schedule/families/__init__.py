@@ -4,8 +4,9 @@ A family's module defines `name` (what the user types), `build(problem) -> Sched
 computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage per
 lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of them)
 `least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, where the planner is to try it
-only when it is asked for by name `searched = False`, and where it is to try it for sequences in slices all the same
-`searched_with_slices = True`.
+only when it is asked for by name `searched = False`, where it is to try it for sequences in slices all the same
+`searched_with_slices = True`, and where it knows stages that take turns (`Problem.turns`) `knows_turns = True`: for the
+others `schedule.multiplexed` puts such stages into the order that they make of the rest.
 """
 
 from __future__ import annotations
@@ -36,10 +37,20 @@ class Family:
     "Whether the planner's search tries it unasked."
     searched_with_slices: bool
     "The same for sequences that are cut into slices."
+    knows_turns: bool = False
+    "Whether some stages of its problems may take turns, or several microbatches together."
     block: Callable[[int], BuildingBlock] | None = None
     "Number of lanes -> the building block that it repeats, if it is one."
 
     def __call__(self, problem: Problem) -> Schedule:
+        if problem.turns and not self.knows_turns:
+            raise ScheduleError(
+                "This schedule is written for stages that all take every microbatch.",
+                where=self.name,
+                seen="stages that take turns, or several microbatches together",
+                allowed=", ".join(name for name, each in sorted(FAMILIES.items()) if each.knows_turns),
+                next_step="order the other stages with it, and put these in with pipefit.schedule.multiplexed",
+            )
         return self.build(problem)
 
 
@@ -70,6 +81,7 @@ def _find() -> Mapping[str, Family]:
             least_units=getattr(module, "least_units", _one),
             searched=getattr(module, "searched", True),
             searched_with_slices=getattr(module, "searched_with_slices", getattr(module, "searched", True)),
+            knows_turns=getattr(module, "knows_turns", False),
             block=getattr(module, "block", None),
         )
     return found

@@ -2,7 +2,7 @@
 
 Peak memory is that of all microbatches; the time on d equal stages is (m + d - 1)(f + b). With several stages on a
 lane (looped or V placements) it runs breadth-first: the forwards stage by stage, the backwards in the opposite
-order. With slices it is the order of TeraPipe.
+order. With slices it is the order of TeraPipe. Stages that take turns do what is theirs, breadth-first like the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pipefit.schedule.families._units import backwards, forwards
 from pipefit.schedule.problem import Problem
 
 name = "gpipe"
+knows_turns = True
 
 
 def build(problem: Problem) -> Schedule:
@@ -22,6 +23,9 @@ def build(problem: Problem) -> Schedule:
     lanes = []
     for lane in range(problem.lanes):
         held = problem.held(lane)
-        parts = [forwards(stage, m, s) for stage in held] + [backwards(stage, m, s) for stage in reversed(held)]
+        parts = [forwards(stage, m, s, problem.turn(stage)) for stage in held]
+        parts += [backwards(stage, m, s, turn=problem.turn(stage)) for stage in reversed(held)]
         lanes.append(tuple(joined.from_iterable(parts)))
-    return Schedule(name=name, placement=problem.placement, microbatches=m, slices=s, lanes=tuple(lanes))
+    return Schedule(
+        name=name, placement=problem.placement, microbatches=m, slices=s, lanes=tuple(lanes), turns=problem.turns
+    )

@@ -1,0 +1,95 @@
+"""The small multimodal model of the lab's proof, with the cost ratios of MLLM-9B, and samples whose images are skewed.
+
+DistTrain's MLLM-9B (arXiv 2408.04275) is a ViT-Huge of 0.63 B, a Llama of 7 B and a generator of 1 B parameters. A
+sample of 8,192 tokens with as many image tokens to see, and to generate, as half of them asks 4 % of its work of the
+encoder, 7 % of the generator, the rest of the language model. Here everything is narrow, a sequence has 96 tokens, and
+a quarter of them each are patches and latents: encoder and generator are wider instead, so that a sample's work is
+divided alike. Images have four patches each; how many images a sample has is lognormal, cut where the sequence ends.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from pipefit.data.multimodal.images import ImageRule
+from pipefit.data.multimodal.index import IndexRequest, make_index
+from pipefit.model.capture import capture
+from pipefit.model.graph import Model
+from pipefit.model.registry import describe
+
+SEQUENCE = 48
+PATCH, TOKENS = 4, 2
+"""Pixels of the side of a patch; patches of an image, one beside the other."""
+
+IMAGES, MOST = 6, 11
+"""Of a sample, to see and to generate each: on average (before the cut), and at most."""
+
+FROZEN: dict[str, tuple[str, ...]] = {
+    "trained": (),
+    "vision frozen": ("vision.encoder",),
+    "generator frozen": ("generator",),
+    "language frozen": ("language",),
+    "all but projector frozen": ("vision.encoder", "language", "generator"),
+}
+
+VISION = {
+    "model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "image_size": PATCH * TOKENS, "patch_size": PATCH, "num_channels": 3,
+}  # fmt: skip
+LANGUAGE = {
+    "model_type": "llama", "vocab_size": 272, "hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": SEQUENCE,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GENERATOR = {
+    "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "latent_size": 3 * PATCH * PATCH, "grid_size": TOKENS, "time_frequencies": 8,
+}  # fmt: skip
+
+
+@lru_cache
+def lab_model(training: str = "trained") -> Model:
+    """The captured model, with what `FROZEN` says of it."""
+    config = {
+        "model_type": "multimodal", "vision": VISION, "language": LANGUAGE, "generator": GENERATOR,
+        "projector_hidden_act": "gelu", "frozen": list(FROZEN[training]),
+        "loss_weights": {"language": 1.0, "generator": 1.0},
+    }  # fmt: skip
+    described = describe(config, "multimodal", "the benchmarks' multimodal model")
+    return capture(described.family, described.config)
+
+
+def image_counts(count: int, sigma: float, seed: int, most: int = MOST) -> np.ndarray:
+    """(count, 2): how many images samples have to see, and to generate."""
+    drawn = np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, (count, 2))
+    return np.clip(np.rint(IMAGES * drawn), 0, most).astype(np.int64)
+
+
+def make_samples(folder: Path, count: int, sigma: float, seed: int = 8) -> Path:
+    """An index of so many samples: images to see, a text, images to generate. Images are small: decoding is measured
+    elsewhere."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(seed)
+    for number in range(16):
+        Image.fromarray(draw.integers(0, 256, (PATCH, PATCH * TOKENS, 3), dtype=np.uint8)).save(
+            folder / f"{number}.png"
+        )
+    with (folder / "manifest.jsonl").open("w") as manifest:
+        for seen, generated in image_counts(count, sigma, seed).tolist():
+            pick = draw.integers(0, 16, seen + generated).tolist()
+            parts = [{"image": f"{one}.png"} for one in pick[:seen]]
+            text = {"text": "x" * (SEQUENCE - 1 - TOKENS * len(pick))}
+            parts += [text, *({"generate": f"{one}.png"} for one in pick[seen:])]
+            manifest.write(json.dumps({"parts": parts}) + "\n")
+    rule = ImageRule(patch=PATCH, max_patches=TOKENS)
+    make_index(
+        IndexRequest(source=str(folder / "manifest.jsonl"), images=rule, generated=rule, check="header"),
+        folder / "index",
+    )
+    return folder / "index"

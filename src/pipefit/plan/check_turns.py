@@ -1,0 +1,113 @@
+"""Rules about stages that take turns: a module held whole on several lanes, each with some of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipefit.errors import PlanError
+from pipefit.plan.types import Plan
+
+
+def turn_problems(plan: Plan) -> Iterator[PlanError]:
+    """Every breach: turns that are not there once each, stages that differ or share a lane, parameters or edges that
+    only some of them have, grids that differ where a lane uses a parameter twice."""
+    found = False
+    for index, stage in enumerate(plan.stages):
+        if not 0 <= stage.turn < stage.turns:
+            found = True
+            yield PlanError(
+                "A stage has one of its turns.",
+                where=f"stages[{index}].turn",
+                seen=f"turn {stage.turn} of {stage.turns}",
+                allowed="0 <= turn < turns",
+            )
+    if found:
+        return
+    for module in dict.fromkeys(stage.module for stage in plan.stages if stage.turns > 1):
+        own = [index for index, stage in enumerate(plan.stages) if stage.module == module]
+        problems = [*_of_module(plan, own)]
+        yield from problems
+        if not problems:
+            yield from _edges(plan, own)
+            yield from _parameters(plan, own)
+    yield from _shared_on_a_lane(plan)
+
+
+def _of_module(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
+    first = plan.stages[own[0]]
+    where = f"stages of module {first.module!r}"
+    seen = sorted((plan.stages[index].turn, plan.stages[index].turns) for index in own)
+    if seen != [(turn, len(own)) for turn in range(len(own))]:
+        yield PlanError(
+            "The stages of a module that take turns have every turn once.",
+            where=where,
+            seen=", ".join(f"turn {turn} of {turns}" for turn, turns in seen),
+            allowed=f"turns 0 to {len(own) - 1} of {len(own)}",
+        )
+        return
+    for index in own[1:]:
+        for name in ("layers", "space", "microbatch_multiple"):
+            one, other = getattr(first, name), getattr(plan.stages[index], name)
+            if one != other:
+                yield PlanError(
+                    "Stages that take turns hold the same layers and take as many microbatches together.",
+                    where=f"stages[{index}].{name}",
+                    seen=f"{other}, beside {one} of stage {own[0]}",
+                )
+    lanes = [plan.order.placement[index] for index in own]
+    if len({*lanes}) < len(lanes):
+        yield PlanError(
+            "Stages that take turns lie on lanes of their own.",
+            where="order.placement",
+            seen=f"lanes {lanes} ({where})",
+        )
+    units = plan.order.microbatches // first.microbatch_multiple
+    if units < len(own):
+        yield PlanError(
+            "There are fewer microbatches than turns, so that a stage would have nothing to do.",
+            where=where,
+            seen=f"{plan.order.microbatches} microbatches, {first.microbatch_multiple} together, {len(own)} turns",
+            next_step="use more microbatches, or fewer stages that take turns",
+        )
+
+
+def _edges(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
+    """Whoever exchanges something with one of them does with all: so every microbatch has one of them."""
+    for kind in ("source", "target"):
+        ends: dict[tuple[int, str], set[int]] = {}
+        for edge in plan.edges:
+            here, there = (edge.source, edge.target) if kind == "source" else (edge.target, edge.source)
+            if here in own:
+                ends.setdefault((there, edge.tensor), set()).add(here)
+        for (there, tensor), some in ends.items():
+            if len(some) < len(own):
+                yield PlanError(
+                    "A stage that exchanges a tensor with one of several stages that take turns does so with each.",
+                    where="edges",
+                    seen=f"stage {there}{f', tensor {tensor!r}' if tensor else ''}: only with {sorted(some)}",
+                    allowed=f"edges with all of {list(own)}",
+                )
+
+
+def _parameters(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
+    for index, parameter in enumerate(plan.parameters):
+        if {*own} & {*parameter.uses} and not {*own} <= {*parameter.uses}:
+            yield PlanError(
+                "Stages that take turns use the same parameters.",
+                where=f"parameters[{index}] ({parameter.name}).uses",
+                seen=parameter.uses,
+                allowed=f"all of {list(own)}",
+            )
+
+
+def _shared_on_a_lane(plan: Plan) -> Iterator[PlanError]:
+    for index, parameter in enumerate(plan.parameters):
+        grids: dict[int, int] = {}
+        for use in parameter.uses:
+            first = grids.setdefault(plan.order.placement[use], use)
+            if plan.stage_group(first) != plan.stage_group(use):
+                yield PlanError(
+                    "A parameter that two stages of a lane use lies there in one grid.",
+                    where=f"parameters[{index}] ({parameter.name}).uses",
+                    seen=f"stages {first} and {use}, whose groups have different axes",
+                )

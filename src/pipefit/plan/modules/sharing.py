@@ -1,0 +1,208 @@
+"""Layouts of the module with most work together with modules that share its devices, as arrays.
+
+A module that shares is held whole on every lane of the backbone, over the lane's devices in a grid of its own; the
+lanes take microbatches in turn (multiplexing of encoder and language model, as in MegaScale-Omni, arXiv 2605.08962, and
+Optimus, arXiv 2408.03505). Per lane that is so many units of work one after another. The first one delays the pipeline;
+of the others as much as the pipeline idles is free:
+
+    step = way through the backbone + (K - 1) x its slowest stage + one unit + max(0, the other units - idle)
+
+where the slowest stage idles for as long as the other stages take a microbatch. Memory: the whole module on every
+device, and the units of the microbatches that the pipeline has in flight, and one ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.types import Array
+from pipefit.plan.bounds import Ints
+from pipefit.plan.modules.loads import fullest_loads
+from pipefit.plan.modules.options import UNBOUNDED, Options
+from pipefit.plan.modules.profile import ModuleProfile, Way
+
+Loads = dict[tuple[str, int, int], tuple[float, float]]
+"""(module, microbatches, replicas) -> `fullest_loads`, as far as they are known."""
+
+AHEAD = 1
+"""Units that a lane has ready before the pipeline begins with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """A module that shares the devices of the backbone."""
+
+    profile: ModuleProfile
+    feeds: bool
+    "Whether it lies before the backbone in the chain; else it is fed by it."
+    passes: NDArray[np.bool_] | None = None
+    "[way of the guest, way of the backbone]: whether the hidden state can go between them; None: it always can."
+    fixed: int = 0
+    "Its replicas on a lane, where they are given."
+
+
+class Sharing:
+    """The backbone's layouts with those of its guests, for one count of microbatches of so many samples."""
+
+    def __init__(
+        self,
+        backbone: ModuleProfile,
+        guests: Sequence[Guest],
+        microbatches: int,
+        samples: int,
+        limit_bytes: float,
+        loads: Loads,
+    ) -> None:
+        self.backbone, self.guests = backbone, tuple(guests)
+        self.microbatches, self.samples, self.limit_bytes = microbatches, samples, limit_bytes
+        self._loads = loads
+
+    def least(self, options: Options) -> Options:
+        """Less than any layout with guests: each as fast as its fastest way could be, its samples dealt out evenly.
+        Only layouts of the backbone with a unit for every lane."""
+        options = options.only(options.stages <= self.microbatches)
+        units, each = np.ones(options.size), np.zeros((0, options.size))
+        able = np.ones(options.size, dtype=np.bool_)
+        for guest in self.guests:
+            weights = guest.profile.weights
+            mean = float(weights.mean()) if weights.size else 1.0
+            ways = []
+            for way in guest.profile.ways:
+                replicas, fits = self.replicas(options, way, guest.fixed)
+                seconds = way.fixed_s.sum() + mean * self.samples / replicas * way.sample_s.sum()
+                ways.append(np.where(fits, seconds + guest.profile.overhead_s, np.inf))
+            own = np.min(ways, axis=0)
+            able &= np.isfinite(own)
+            each = np.vstack((each, np.where(np.isfinite(own), own, 0.0)))
+        units = np.ceil(self.microbatches / options.stages)
+        return self._joined(options, each, units, options.reduce_s).only(able)
+
+    def expanded(self, options: Options) -> Options:
+        """Every way of every guest with these layouts of the backbone; the room of the layouts is not worked out."""
+        each = np.zeros((0, options.size))
+        for place, guest in enumerate(self.guests):
+            found, seconds = [], []
+            for index, way in enumerate(guest.profile.ways):
+                replicas, fits = self.replicas(options, way, guest.fixed)
+                if guest.passes is not None:
+                    fits &= guest.passes[index][options.way]
+                own, counts = options.only(fits), replicas[fits]
+                beside = own.beside.copy()
+                beside[:, place] = index
+                mean, _ = self.loads(guest.profile, counts)
+                own_s = way.fixed_s.sum() + mean * way.sample_s.sum() + guest.profile.overhead_s
+                over = 1.0 - 1.0 / (counts * own.stages)
+                reduce_s = 2.0 * over * guest.profile.reduce_s_per_byte * way.gradient_bytes.sum()
+                found.append(replace(own, beside=beside, reduce_s=own.reduce_s + reduce_s))
+                seconds.append(np.vstack((each[:, fits], own_s)))
+            options = Options.joined(found)
+            each = np.hstack(seconds)
+        return self._joined(options, each, np.ceil(self.microbatches / options.stages), options.reduce_s)
+
+    def fitting(self, options: Options, behind: int) -> Options:
+        """Those that fit, with their room: up to so many stages of other modules `behind` the backbone."""
+        held = _Held(self, options)
+        room = np.full(options.size, -1, dtype=np.int64)
+        left = np.ones(options.size, dtype=np.bool_)
+        for stages in range(behind + 1):
+            left &= held.fits(stages)
+            if not left.any():
+                break
+            room[left] = stages
+        room[left] = UNBOUNDED
+        return replace(options, room=room).only(room >= 0)
+
+    def _joined(self, options: Options, each_s: Array, units: Array, reduce_s: Array) -> Options:
+        """The times of the backbone's layouts with those of one unit of each guest, [guest, layout]."""
+        first_s = each_s.sum(axis=0)
+        others_s = first_s * (units - 1.0)
+        idle_s = np.maximum(0.0, options.through_s - options.slowest_s)
+        more_s = np.maximum(0.0, others_s - idle_s) / max(1, self.microbatches - 1)
+        return replace(
+            options,
+            through_s=options.through_s + first_s,
+            slowest_s=options.slowest_s + more_s,
+            reduce_s=reduce_s,
+        )
+
+    def replicas(self, options: Options, way: Way, fixed: int = 0) -> tuple[Ints, NDArray[np.bool_]]:
+        """(replicas of a guest on each lane, whether that can be): whole shard groups, a sample for each replica."""
+        devices = options.devices // options.stages
+        replicas = devices // way.shards
+        fits = (replicas * way.shards == devices) & (replicas <= self.samples)
+        if fixed:
+            fits &= replicas == fixed
+        return np.maximum(replicas, 1), fits
+
+    def load(self, profile: ModuleProfile, replicas: int) -> tuple[float, float]:
+        """What the fullest replica of a microbatch gets: on average, and at most."""
+        key = (profile.name, self.microbatches, replicas)
+        if key not in self._loads:
+            self._loads[key] = fullest_loads(profile.weights, self.microbatches, replicas, self.samples)
+        return self._loads[key]
+
+    def loads(self, profile: ModuleProfile, replicas: Ints) -> tuple[Array, Array]:
+        """The same of many counts of replicas."""
+        distinct, place = np.unique(replicas, return_inverse=True)
+        each = np.array([self.load(profile, int(count)) for count in distinct]).reshape(-1, 2)[place]
+        return each[:, 0], each[:, 1]
+
+
+class _Held:
+    """What the devices of layouts with guests hold."""
+
+    def __init__(self, sharing: Sharing, options: Options) -> None:
+        self.sharing, self.options = sharing, options
+        self.flat = np.repeat(np.arange(options.size), options.stages)
+        "The layout of every stage of all of them."
+        self.starts = np.concatenate(([0], np.cumsum(options.stages)[:-1])).astype(np.int64)
+        names = ("static_bytes", "state_bytes", "passing_bytes", "saved_bytes", "behind")
+        columns = {name: np.zeros(len(self.flat)) for name in names}
+        for index, way in enumerate(sharing.backbone.ways):
+            cuts, own = way.cuts, options.way[self.flat] == index
+            if own.any():
+                place = np.arange(len(self.flat)) - self.starts[self.flat]
+                stages = (cuts.first[options.row[self.flat[own]]] + place[own]).astype(np.int64)
+                for name, column in columns.items():
+                    column[own] = getattr(cuts, name)[stages]
+        most = sharing.loads(sharing.backbone, options.replicas)[1][self.flat]
+        self.kept = columns["static_bytes"] + columns["state_bytes"] / options.replicas[self.flat]
+        self.kept += sharing.backbone.workspace_bytes + most * columns["passing_bytes"]
+        self.saved, self.behind = most * columns["saved_bytes"], columns["behind"]
+        self.guests = [self._guest(place, guest) for place, guest in enumerate(sharing.guests)]
+
+    def _guest(self, place: int, guest: Guest) -> tuple[bool, Array, Array, Array]:
+        """(whether it feeds the backbone, what it always holds, what a unit keeps, seconds of a unit), by layout."""
+        options, sharing = self.options, self.sharing
+        always, unit, seconds = (np.zeros(options.size) for _ in range(3))
+        for index, way in enumerate(guest.profile.ways):
+            own = np.flatnonzero(options.beside[:, place] == index)
+            if not len(own):
+                continue
+            replicas, _ = sharing.replicas(options.only(own), way)
+            mean, most = sharing.loads(guest.profile, replicas)
+            always[own] = way.static_bytes.sum() + way.state_bytes.sum() / replicas + most * way.passing_bytes.max()
+            unit[own] = most * way.saved_bytes.sum()
+            seconds[own] = way.fixed_s.sum() + mean * way.sample_s.sum() + guest.profile.overhead_s
+        return guest.feeds, always, unit, seconds
+
+    def fits(self, behind: int) -> NDArray[np.bool_]:
+        """Which layouts fit with so many stages of other modules behind the backbone."""
+        options, count = self.options, self.sharing.microbatches
+        shared, ahead = np.zeros(options.size), np.zeros(options.size)
+        units = np.ceil(count / options.stages)
+        for feeds, always, unit, seconds in self.guests:
+            shared += always
+            if feeds:
+                shared += unit * np.minimum(units, np.ceil((options.stages + behind) / options.stages) + AHEAD)
+            else:
+                shared += unit
+                ahead += np.ceil(seconds / np.maximum(options.slowest_s, 1e-12))
+        held = self.kept + np.minimum(count, self.behind + behind + ahead[self.flat]) * self.saved
+        fullest = np.maximum.reduceat(held, self.starts) if len(held) else np.zeros(0)
+        found: NDArray[np.bool_] = fullest + shared <= self.sharing.limit_bytes
+        return found

@@ -1,0 +1,103 @@
+"""benchmarks/multimodal.py: its monolithic layouts are what they are called, and the committed result is quoted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "multimodal.json"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_the_papers_kind_has_the_fewest_stages_that_fit_and_nothing_that_does_not_fit_is_run() -> None:
+    from multimodal_lab import SHARDS, rivals
+    from multimodal_layouts import Layout, Rated
+
+    plain = Layout(ends="apart", replicas=1, shards=SHARDS, stages=2, microbatches=4, recompute="none")
+    rated = [
+        Rated(replace(plain, stages=1), 1.0, False),
+        Rated(plain, 4.0, True),
+        Rated(replace(plain, microbatches=8), 3.0, True),
+        Rated(replace(plain, stages=3), 2.0, True),
+        Rated(replace(plain, ends="merged", shards=1), 1.5, True),
+        Rated(replace(plain, ends="merged"), 0.5, False),
+    ]
+    found = {name: one.step_s for name, one in rivals(rated).items()}
+    assert found == {"paper": 3.0, "apart 1": 2.0, "merged 1": 1.5}
+
+
+def test_image_counts_are_lognormal_about_their_mean_and_end_with_the_sequence() -> None:
+    from multimodal_model import IMAGES, MOST, SEQUENCE, TOKENS, image_counts
+
+    half, one = (image_counts(20_000, sigma, 0) for sigma in (0.5, 1.0))
+    assert abs(half.mean() / IMAGES - 1) < 0.05 and half.max() == one.max() == MOST
+    assert half.std() < one.std() and 2 * TOKENS * MOST < SEQUENCE
+    free = image_counts(20_000, 0.5, 0, most=10**6)
+    logs = np.log(free[free > 2])
+    assert free.std() / free.mean() == pytest.approx(np.sqrt(np.expm1(0.25)), rel=0.06) and len(logs) > 19_000
+
+
+def committed(section: str) -> list[dict[str, Any]]:
+    """Rows of a section of the result."""
+    found = json.loads(RESULT.read_text(encoding="utf-8"))
+    assert "+changes" not in found[section]["provenance"]["commit"]
+    rows: list[dict[str, Any]] = found[section]["rows"]
+    return rows
+
+
+def quoted(cells: list[str]) -> None:
+    """A line of the page is made of these cells."""
+    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    assert "| " + " | ".join(cells) + " |" in lines, cells
+
+
+def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> None:
+    from multimodal_lab import GAINS, UTILISATION
+
+    rows = committed("lab")
+    assert {row["sigma"] for row in rows if row["training"] == "trained"} == {0.5, 1.0}
+    for row in rows:
+        plans, ours = row["plans"], row["plans"]["ours"]
+        used = row["useful_s"] / row["devices"] / ours["measured_s"]
+        late = "" if ours["valid"] else ", late"
+        cells = [
+            f"{row['sigma']}",
+            row["training"],
+            f"{ours['measured_s']:.2f} s{late}",
+            f"{ours['predicted_s']:.2f} s",
+        ]
+        for name in ("paper", "apart 1", "merged 1"):
+            ratio, predicted = (plans[name][key] / ours[key] for key in ("measured_s", "predicted_s"))
+            cells.append(f"{ratio:.2f} ({predicted:.2f}){'' if plans[name]['valid'] else ', late'}")
+        quoted([*cells, f"{used:.1%}", f"{ours['lower_bound_s'] / ours['measured_s']:.0%}"])
+        assert abs(ours["error"]) < 0.04 or row["training"] == "language frozen"
+        assert ours["layout"]["modules"] == "shared"
+    first = rows[0]["plans"]
+    assert first["paper"]["valid"] and first["paper"]["measured_s"] >= GAINS["paper"] * first["ours"]["measured_s"]
+    assert rows[0]["useful_s"] >= UTILISATION * rows[0]["devices"] * first["ours"]["measured_s"]
+
+
+def test_arrangements_gain_what_was_asked_for_and_what_is_quoted() -> None:
+    from multimodal_order import TARGETS
+
+    for row in committed("arranging"):
+        assert all(row["gains"][way] >= least for way, least in TARGETS.items())
+        quoted([f"{row['rows']} a microbatch", *(f"{row['gains'][way]:.2f}" for way in TARGETS)])
+
+
+def test_the_simulated_gains_are_those_of_their_command() -> None:
+    """By the code that the result was made with: nothing was edited by hand, and nothing drifts."""
+    from multimodal_order import SETTINGS, simulated_gains
+
+    (row,) = (row for row in committed("arranging") if row["rows"] == 4)
+    assert simulated_gains(SETTINGS[2]) == pytest.approx(row["gains"])
