@@ -37,7 +37,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
 }
 
 VISION = {
-    "model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 4,
+    "model_type": "siglip_vision_model", "hidden_size": 40, "intermediate_size": 160, "num_hidden_layers": 12,
     "num_attention_heads": 4, "image_size": PATCH * TOKENS, "patch_size": PATCH, "num_channels": 3,
 }  # fmt: skip
 LANGUAGE = {
@@ -46,7 +46,7 @@ LANGUAGE = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 GENERATOR = {
-    "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "hidden_size": 40, "intermediate_size": 160, "num_hidden_layers": 16, "num_attention_heads": 4,
     "latent_size": 3 * PATCH * PATCH, "grid_size": TOKENS, "time_frequencies": 8,
 }  # fmt: skip
 

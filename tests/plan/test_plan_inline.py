@@ -59,6 +59,24 @@ def test_a_plan_is_found_again_by_its_own_words() -> None:
     assert again.decisions == plan.decisions and again.prediction.step_s == plan.prediction.step_s
 
 
+def test_modules_in_line_may_have_grids_of_their_own() -> None:
+    """One with fewer shards than the lane has devices has so many times more replicas there, in a group of its own."""
+    fixes = ("modules=inline", "language.stages=2", "language.replicas=1", "language.shards=2", "microbatches=4")
+    grids = {"vision": (2, 1), "generator": (1, 2)}
+    fixes += tuple(
+        f"{name}.{key}={own[at]}" for name, own in grids.items() for at, key in enumerate(("replicas", "shards"))
+    )
+    plan, model = made(*fixes), three_modules()
+    check_plan(plan, model, CLUSTER)
+    assert plan.order.placement == (0, 0, 1, 1) and [stage.group for stage in plan.stages] == [0, 1, 2, 2]
+    one, other = plan.groups[:2]
+    assert one.devices == other.devices and [len(axis.shares) for axis in one.axes] == [2, 1]
+    assert plan.prediction is not None
+    again = simulate_plan(plan, model, CLUSTER)
+    assert again.timeline.makespan_s == pytest.approx(plan.prediction.step_s, rel=1e-12)
+    assert (plan.decisions["vision.replicas"], plan.decisions["generator.shards"]) == ("2", "2")
+
+
 def test_a_frozen_encoder_in_line_has_its_forward_alone() -> None:
     fixes = ("modules=inline", "language.stages=2", "language.replicas=2", "microbatches=4")
     trained, frozen = (made(*fixes, frozen=names, samples=None) for names in ((), ("vision",)))
@@ -139,15 +157,28 @@ def profile(name: str, layers: int, seconds: float, **more: Any) -> ModuleProfil
 CHAIN = (profile("vision", 2, 0.5), profile("language", 6, 1.0), profile("generator", 1, 0.7))
 
 
+def divided(way: Way, part: float) -> Way:
+    """What a replica of the backbone has of it."""
+    return replace(
+        way, sample_s=way.sample_s * part, state_bytes=way.state_bytes * part, saved_bytes=way.saved_bytes * part
+    )
+
+
 @pytest.mark.parametrize("limit_bytes", [1e9, 60.0])
 def test_the_closed_form_is_that_of_every_layout(limit_bytes: float) -> None:
-    """All counts of stages, replicas, shards and microbatches, the lanes summed up layer by layer."""
+    """All counts of stages, replicas, shards and microbatches, the lanes summed up layer by layer. Modules with fewer
+    shards have more replicas, which take and hold less of what is divided among these."""
     steps = []
-    for way, stages, replicas, count in itertools.product((0, 1), range(1, 7), range(1, 9), (1, 2, 4, 8)):
-        samples, shards = 8 // count, way + 1
-        if replicas * stages * shards > 8 or replicas > samples:
+    ways = [(0, 0, 0), *((vision, 1, generator) for vision in (0, 1) for generator in (0, 1))]
+    for way, stages, replicas, count in itertools.product(ways, range(1, 7), range(1, 9), (1, 2, 4, 8)):
+        samples, shards = 8 // count, way[1] + 1
+        if replicas * stages * shards > 8 or max(replicas * shards // (own + 1) for own in way) > samples:
             continue
-        layers = [(one.name, one.ways[way], index) for one in CHAIN for index in range(len(one.ways[way].fixed_s))]
+        layers = [
+            (one.name, divided(one.ways[own], (own + 1) / shards), index)
+            for one, own in zip(CHAIN, way, strict=True)
+            for index in range(len(one.ways[own].fixed_s))
+        ]
         for cuts in itertools.combinations(range(1, 6), stages - 1):
             bounds = [0, *(2 + cut for cut in cuts), len(layers)]
             lanes = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
@@ -169,7 +200,9 @@ def test_the_closed_form_is_that_of_every_layout(limit_bytes: float) -> None:
     assert found.best[0].step_s == pytest.approx(min(steps)) and len(found.best) <= 16
     for one in found.best:
         assert one.inline == ("vision", "generator") and one.devices <= 8
-        assert len({(each.replicas, each.shards) for each in one.modules}) == 1
+        assert len({each.replicas * each.shards for each in one.modules}) == 1
+    grids = [{each.shards for each in one.modules} for one in found.best]
+    assert {1, 2} in grids, "a grid of its own"
 
 
 def test_modules_that_do_not_go_together_are_not_joined() -> None:
@@ -177,9 +210,10 @@ def test_modules_that_do_not_go_together_are_not_joined() -> None:
     assert not joined(CHAIN, [never, never]).profile.ways
     assert not inline_layouts(CHAIN, 8, 8, 1e9, passes=[never, never]).best
     assert [way.shards for way in joined(CHAIN, [only_alone, only_alone]).profile.ways] == [1]
-    assert not inline_layouts(CHAIN, 8, 8, 1e9, fixed={"vision": {"replicas": 2}, "language": {"replicas": 1}}).best
+    assert not inline_layouts(CHAIN, 8, 8, 1e9, fixed={"vision": {"replicas": 1}, "language": {"replicas": 2}}).best
     pinned = inline_layouts(CHAIN, 8, 8, 1e9, fixed={"vision": {"replicas": 2}}).best
-    assert pinned and all(one.modules[1].replicas == 2 for one in pinned)
+    assert pinned and all(one.modules[0].replicas == 2 for one in pinned)
+    assert {one.modules[1].replicas for one in pinned} == {1, 2}, "one with two shards, or two"
     for pair, name in ((CHAIN[:2], "vision"), (CHAIN[1:], "generator")):
         assert {one.inline for one in inline_layouts(pair, 8, 8, 1e9).best} == {(name,)}
 
@@ -190,7 +224,13 @@ def test_modules_that_do_not_go_together_are_not_joined() -> None:
         (("language.placement=inline",), "cannot lie in line with the largest", "inline"),
         (("vision.placement=inline", "generator.placement=disjoint"), "all of them together", "generator.placement"),
         (("modules=inline", "vision.stages=2"), "all of them together", "vision.stages"),
-        (("modules=inline", "vision.replicas=2", "language.replicas=1"), "all of them together", "language.replicas"),
+        (("modules=inline", "vision.replicas=1", "language.replicas=2"), "on its devices, all", "language.replicas"),
+        (("modules=inline", "vision.shards=2", "language.shards=1"), "on its devices, all", "language.shards"),
+        (
+            ("modules=inline", "vision.replicas=4", "vision.shards=1", "language.replicas=1", "language.shards=2"),
+            "on its devices, all",
+            "vision.replicas",
+        ),
         (("modules=shared", "vision.placement=inline"), "all of them together", "modules"),
         (("modules=beside",), "no value for 'modules'", "modules=beside"),
     ],

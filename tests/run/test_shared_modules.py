@@ -121,13 +121,26 @@ INLINE = {
     "2 shards, split tokens": (
         lying(Layout((1,), CUT, (1, 1), "megatron-sp")), {"vision": (SPLIT,), "generator": (SPLIT,)}, {},
     ),
+    "grids of their own": (
+        lying(Layout((1,), CUT, (1, 1), "megatron-sp")), {"vision": (PAIR,), "generator": (PAIR,)}, {"zero1": True},
+    ),
+    "one grid of its own, 4 devices a lane": (
+        lying(Layout((1, 1), CUT, (1, 1), "megatron-sp")),
+        {"vision": (Layout((1, 1, 1, 1)),), "generator": (Layout((1, 1), (), (1, 1), "megatron-sp"),)}, {},
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "family"), [("2 replicas", "zb-h1"), ("2 shards, split tokens", "1f1b")])
-def test_modules_in_line_on_the_first_and_the_last_lane(gloo_pool, case, family):
+@pytest.mark.parametrize(
+    ("case", "family", "groups"),
+    [
+        ("2 replicas", "zb-h1", 2), ("2 shards, split tokens", "1f1b", 2), ("grids of their own", "1f1b", 4),
+        ("grids of their own", "zb-h1", 4), ("one grid of its own, 4 devices a lane", "eager-1f1b", 3),
+    ],
+)  # fmt: skip
+def test_modules_in_line_on_the_first_and_the_last_lane(gloo_pool, case, family, groups):
     model, plan = made(case, order=f"inline {family}", microbatches=3)
-    assert plan.order.placement == (0, 0, 1, 1) and len(plan.groups) == 2
+    assert plan.order.placement == (0, 0, 1, 1) and len(plan.groups) == groups
     agrees(run(gloo_pool, plan, model), *reference(ALL))
 
 

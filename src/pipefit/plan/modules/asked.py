@@ -138,14 +138,31 @@ def inline_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection
     kept = [f"{name}.{key}" for name in names if name in able for key in APART if f"{name}.{key}" in pins]
     kept += [f"{name}.placement" for name in able if pins.get(f"{name}.placement", "inline") != "inline"]
     kept += ["modules"] if pins.get("modules", "inline") != "inline" else []
-    for key in ("replicas", "shards"):
-        pinned = [f"{name}.{key}" for name in names if f"{name}.{key}" in pins]
-        kept += pinned if len({len(pins[one]) for one in pinned}) > 1 else []
+    backbone = next((name for name in names if name not in able), "")
+    for name in able:
+        kept += _other_devices(pins, name, backbone)
     if asked and kept:
         raise PlanError(
-            "Modules in line with the largest one have its devices, replicas and shards, all of them together.",
+            "Modules in line with the largest one lie on its devices, all of them together.",
             where=f"--fix {asked[0]}",
             seen=f"inline, with {', '.join(kept)}",
+            allowed="shards that divide those of the largest, and so many times more replicas",
             next_step=f"drop --fix {kept[0]}, or --fix {asked[0]}=disjoint",
         )
     return len(able) > 0 and len(able) == len(names) - 1 and not kept
+
+
+def _other_devices(pins: Mapping[str, Any], name: str, backbone: str) -> list[str]:
+    """The pins by which the module and the backbone cannot lie on the same devices of a lane."""
+    found, size = [], {}
+    for key in ("replicas", "shards"):
+        for module in (name, backbone):
+            if f"{module}.{key}" in pins:
+                size[module, key] = len(pins[f"{module}.{key}"])
+    for key, many, few in (("replicas", name, backbone), ("shards", backbone, name)):
+        if (many, key) in size and (few, key) in size and size[many, key] % size[few, key]:
+            found += [f"{name}.{key}", f"{backbone}.{key}"]
+    if not found and len(size) == 4:
+        devices = {module: size[module, "replicas"] * size[module, "shards"] for module in (name, backbone)}
+        found += [f"{name}.replicas", f"{backbone}.replicas"] if len({*devices.values()}) > 1 else []
+    return found

@@ -22,7 +22,7 @@ class ModuleDecisions(Decisions):
 
     modules: tuple[tuple[str, Decisions], ...] = ()
     "Name of the module, and how it lies: its cuts and its devices are given. Of a guest, how it lies on one lane; of"
-    " one in line, the replicas and shards of the backbone."
+    " one in line, on the backbone's end."
     backbone: str = ""
     "The module with most work, whose devices others share."
     guests: tuple[str, ...] = ()
@@ -79,6 +79,11 @@ class ModuleDecisions(Decisions):
         behind = names.index(module) > names.index(self.backbone)
         return dict(self.modules)[self.backbone].stage_count - 1 if behind else 0
 
+    def in_grid(self, module: str) -> bool:
+        """Whether a module in line with the backbone has its replicas and shards, in place of a grid of its own."""
+        own, other = dict(self.modules)[module], dict(self.modules)[self.backbone]
+        return (own.replicas, own.shards) == (other.replicas, other.shards)
+
     @property
     def beside(self) -> tuple[int, ...]:
         """The stages of guests."""
@@ -128,7 +133,8 @@ class ModuleDecisions(Decisions):
                 continue
             if name in self.inline:
                 end = "last" if self.end_of(name) else "first"
-                each.append(f"{name} on the {end} lane of {self.backbone}{again}")
+                grid = "" if self.in_grid(name) else f", {len(own.replicas)} replicas{shards}"
+                each.append(f"{name} on the {end} lane of {self.backbone}{grid}{again}")
                 continue
             each.append(
                 f"{name} on {own.device_count}: {len(own.replicas)} replicas x {own.stage_count} stages{shards}{again}"

@@ -27,6 +27,7 @@ from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, backbone_of, can_share, orchestrate
 from pipefit.plan.modules.parts import host_order, module_parts, within_hosts
+from pipefit.plan.modules.polish import neighbours, polished
 from pipefit.plan.modules.samples import Arrange, Samples
 from pipefit.plan.modules.told import placements_told, shares_told
 from pipefit.plan.outcome import Evaluated, Found, Misfit
@@ -49,6 +50,9 @@ FEW = 2
 TIGHTER, SPARE, MISSES = 6, 0.02, 20
 """How often the short list is made again with more memory kept free because nothing of it fits, the least part of the
 memory that is then kept free, and after how many layouts that do not fit."""
+
+AROUND = 4_000
+"""Actions of a layout up to which what is next to it is simulated as well (`polish.py`)."""
 
 OTHERS = ("eager-1f1b", "zb-h1")
 """Families that are tried beside 1F1B; their placement is a stage a lane."""
@@ -125,10 +129,35 @@ class _Finder:
             if self.fitting or not lacking:
                 break
             spare = max(2 * spare, min(lacking), SPARE * limit)
-        best = self.best_of_each(self.fitting, ORDERED)
-        for one in list(best):
-            best += filter(None, [self.simulate(other, 0) for other in self.others(_plain(one))])
-        self.settle(self.best_of_each(best, BEST))
+        self.reorder()
+        for start in self.best_of_each(self.fitting, 1):
+            polished(start, self.around)
+        self.settle(self.best_of_each(self.fitting, BEST))
+
+    def around(self, one: Evaluated) -> list[Evaluated]:
+        """What differs from it in one thing, as far as it fits; nothing where its actions come to too many."""
+        decisions = _plain(one)
+        if 2 * decisions.lanes * decisions.microbatches > AROUND:
+            return []
+        others = neighbours(decisions, self.costed, self.job.batch // decisions.microbatches, self.pins)
+        return [made for other in others if (made := self.simulate(other, 0)) is not None]
+
+    def reorder(self) -> None:
+        """Simulate the best layouts in other orders, too, and of those without guests all whose busiest lane has less
+        to do than the best step takes, the least busy first, until their actions come to ACTIONS."""
+        known = list(self.fitting)
+        best = {id(one): one for one in self.best_of_each(known, ORDERED)}
+        plain = [one for one in known if not _plain(one).guests]
+        rest = sorted((one for one in plain if id(one) not in best), key=_busiest_s)
+        actions = 0
+        for one in (*best.values(), *rest):
+            fastest_s = min(each.step_s for each in self.fitting)
+            if id(one) not in best and (_busiest_s(one) >= fastest_s or actions > ACTIONS):
+                break
+            others = self.others(_plain(one))
+            actions += 2 * one.decisions.lanes * one.decisions.microbatches * len(others)
+            for other in others:
+                self.simulate(other, 0)
 
     def best_of_each(self, some: Sequence[Evaluated], count: int) -> list[Evaluated]:
         """The fastest of them, FEW at least of each way of placing modules: with guests, in line, or neither."""
@@ -348,6 +377,11 @@ def _plain(one: Evaluated) -> ModuleDecisions:
     """The choices of what was simulated."""
     assert isinstance(one.decisions, ModuleDecisions)
     return replace(one.decisions, cuts=())
+
+
+def _busiest_s(one: Evaluated) -> float:
+    """What the busiest lane has to do, in whatever order."""
+    return float(max(one.simulation.timeline.busy_s))
 
 
 def _told(one: Evaluated) -> tuple[object, ...]:

@@ -57,7 +57,7 @@ class ModuleLayout:
     "Whether it lies whole on every lane of the module with most work, which has the devices; replicas and shards are"
     " then those of one lane."
     inline: bool = False
-    "Whether it lies on that module's first or last lane alone, in its replicas and shards."
+    "Whether it lies on that module's first or last lane alone; replicas and shards are those there."
 
     @property
     def stages(self) -> int:

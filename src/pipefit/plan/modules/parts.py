@@ -30,14 +30,17 @@ def module_parts(
     split_state: list[bool] = []
     modules = {module.name: module for module in model.modules}
     runs: list[list[int]] = []
-    first = _first_group(decisions)
+    first, lies = _first_group(decisions), dict(decisions.modules)
     for name, own in decisions.modules:
         runs.append([])
         if name in decisions.inline:
             (stage,) = make_stages(modules[name], own, (), programs)
             runs[-1].append(len(stages))
-            stages.append(replace(stage, group=first + decisions.end_of(name)))
+            end = decisions.end_of(name)
+            stages.append(replace(stage, group=first + end if decisions.in_grid(name) else len(groups)))
             split_state.append(decisions.zero1 and len(own.replicas) > 1)
+            if not decisions.in_grid(name):
+                groups += make_groups(replace(own, devices=lies[decisions.backbone].lane_devices()[end]))
             continue
         for turn, placed in enumerate(_placed(decisions, name, own)):
             for stage in make_stages(modules[name], placed, placed.cuts, programs):
@@ -63,10 +66,14 @@ def module_parts(
 
 
 def _first_group(decisions: ModuleDecisions) -> int:
-    """Where the groups of the backbone begin, which modules in line with it use."""
+    """Where the groups of the backbone begin, which modules in line with it use if they lie in its grid."""
     names = [name for name, _ in decisions.modules]
     before = decisions.modules[: names.index(decisions.backbone)] if decisions.inline else ()
-    return sum(own.stage_count * decisions.copies(name) for name, own in before if name not in decisions.inline)
+    return sum(
+        own.stage_count * decisions.copies(name)
+        for name, own in before
+        if name not in decisions.inline or not decisions.in_grid(name)
+    )
 
 
 def _placed(decisions: ModuleDecisions, name: str, own: Decisions) -> list[Decisions]:
