@@ -10,6 +10,7 @@ Sections, each of which can be measured again by `--only` beside the others of a
   (needs torch), simulated, on costs from data sheets.
 - `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
 - `lab`: plans of a small model really run beside monolithic layouts (multimodal_lab.py; needs root).
+- `arranging-lab`: one layout really run with its samples in random order, balanced, ordered, and both.
 
     python benchmarks/multimodal.py [--quick] [--only SECTION] [--json PATH]
 """
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from multimodal_order import SETTINGS, simulated_gains
+from pipefit.cluster import Cluster
 from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, orchestrate
 from pipefit.plan.modules.profile import ModuleProfile, Way
 from pipefit.units import format_seconds
@@ -133,11 +135,24 @@ def lab(quick: bool) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    cluster = multimodal_lab.measured_cluster()
-    for sigma, training in multimodal_lab.CASES:
-        row = multimodal_lab.case(cluster, sigma, training)
+    clusters = dict[str, Cluster]()
+    for name, sigma, training in multimodal_lab.CASES:
+        if name not in clusters:
+            clusters[name] = multimodal_lab.measured_cluster(name)
+        row = multimodal_lab.case(clusters[name], name, sigma, training)
         multimodal_lab.show(row)
         yield row
+
+
+def arranging_lab(quick: bool) -> Rows:
+    """One layout under every arrangement, really run."""
+    import multimodal_lab
+
+    row = multimodal_lab.arranged()
+    for way, one in row["ways"].items():
+        late = "" if one["valid"] else ", INVALID"
+        print(f"{way:>9}: {one['measured_gain']:.3f}x, predicted {one['predicted_gain']:.3f}x{late}", flush=True)
+    yield row
 
 
 SECTIONS: dict[str, Callable[[bool], Rows]] = {
@@ -145,6 +160,7 @@ SECTIONS: dict[str, Callable[[bool], Rows]] = {
     "plans": plans,
     "arranging": arranging,
     "lab": lab,
+    "arranging-lab": arranging_lab,
 }
 
 

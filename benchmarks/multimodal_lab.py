@@ -1,7 +1,7 @@
 """Plans of a small multimodal model really run in a lab, beside monolithic layouts, by sigma and way of training.
 
-The cluster `modules` of benchmarks/data/clusters is made as a lab and measured by `pipefit profile`; nothing else is
-known. Every plan trains on the samples of one index, step by step the same ones. Rivals:
+The clusters `modules` and `modules-slow-inside` of benchmarks/data/clusters are made as labs and measured by `pipefit
+profile`; nothing else is known. Every plan trains on the samples of one index, step by step the same ones. Rivals:
 
 - `paper`: DistTrain's baseline. Every module has the language model's replicas and SHARDS; encoder and generator are
   stages of their own, first and last; the language model has the fewest stages that fit. Of what is left to choose
@@ -13,8 +13,9 @@ known. Every plan trains on the samples of one index, step by step the same ones
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,49 @@ import numpy as np
 
 from lab_runs import Measured, lab_of, profiled, run_plans
 from multimodal_layouts import Layout, Monolithic, Rated
-from multimodal_model import SEQUENCE, lab_model, make_samples
+from multimodal_model import SEQUENCE, arranging_model, lab_model, make_arranged_samples, make_samples
+from multimodal_order import WAYS
 from pipefit.cluster import Cluster
 from pipefit.data.multimodal.index import open_index
 from pipefit.data.multimodal.planning import arranged_samples, sampled
 from pipefit.data.multimodal.sample_rows import rows_of_index
+from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.samples import Samples
-from pipefit.plan.types import Job, Plan
+from pipefit.plan.pins import parse_pins
+from pipefit.plan.types import Arranging, Job, Plan
 
-LAB = "modules"
+LAB, SLOW, ROOMY = "modules", "modules-slow-inside", "uniform"
 JOB = Job(batch=32, sequence=SEQUENCE, precision="float32")
 SHARDS = 2
 """Of the language model in the paper's kind of layout."""
 
 BEST = 1
-WARM, STEPS = 1, 2
+WARM, STEPS = 1, 3
 TRIES = 2
 SAMPLES = 10 * JOB.batch
 BATCHES = WARM + STEPS
-"""Global batches that are planned for: those that are run."""
+"""Global batches that are drawn. Those of warm steps are not planned for."""
 
 PROFILE = {"tokens": 2 * SEQUENCE, "link_rounds": 1}
 
 CASES = (
-    (0.5, "trained"),
-    (1.0, "trained"),
-    (0.5, "language frozen"),
-    (0.5, "vision frozen"),
-    (0.5, "all but projector frozen"),
-    (0.5, "generator frozen"),
+    (LAB, 0.5, "trained"),
+    (LAB, 1.0, "trained"),
+    (LAB, 0.5, "language frozen"),
+    (LAB, 0.5, "vision frozen"),
+    (LAB, 0.5, "all but projector frozen"),
+    (LAB, 0.5, "generator frozen"),
+    (SLOW, 0.5, "trained"),
 )
-"""(sigma, way of training)."""
+"""(lab, sigma, way of training)."""
+
+ARRANGED_SIGMA = 1.0
+ARRANGED = (
+    "modules=disjoint", "vision.replicas=2", "vision.shards=1", "vision.recompute=none", "language.stages=3",
+    "language.replicas=2", "language.shards=1", "language.recompute=none", "microbatches=16", "schedule=1f1b",
+)  # fmt: skip
+"""The layout under which arrangements are compared."""
 
 GAINS = {"paper": 1.5, "best": 1.0, "inefficient": 1.1}
 """Asked for: how many times as fast as the paper's kind, the best of all, the best at a small module's efficiency of
@@ -62,22 +74,29 @@ at most INEFFICIENT."""
 INEFFICIENT, UTILISATION = 0.6, 0.547
 
 
-def measured_cluster() -> Cluster:
-    """The lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model."""
-    with lab_of(LAB) as lab:
+def measured_cluster(name: str) -> Cluster:
+    """A lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model."""
+    with lab_of(name) as lab:
         return profiled(lab, lab_model(), SEQUENCE, also=[lab_model("all but projector frozen")], **PROFILE)
 
 
 @contextmanager
-def samples_of(sigma: float) -> Iterator[tuple[Path, Samples]]:
-    """An index, for as long as it is needed, and the batches that a run draws from it."""
+def samples_of(sigma: float, make: Callable[[Path, int, float], Path] = make_samples) -> Iterator[tuple[Path, Samples]]:
+    """An index, for as long as it is needed, and the batches that a run draws from it, those of warm steps apart."""
     with tempfile.TemporaryDirectory() as folder:
-        index = make_samples(Path(folder), SAMPLES, sigma)
+        index = make(Path(folder), SAMPLES, sigma)
         rows = rows_of_index(open_index(index), SEQUENCE)
-        yield index, sampled(rows, JOB.batch, BATCHES, where=f"image counts lognormal, sigma {sigma}")
+        drawn = sampled(rows, JOB.batch, BATCHES, where=f"image counts lognormal, sigma {sigma}")
+        yield index, batches_of(drawn, slice(WARM, None))
 
 
-def case(cluster: Cluster, sigma: float, training: str, plans: Mapping[str, Plan] | None = None) -> dict[str, Any]:
+def batches_of(samples: Samples, some: slice) -> Samples:
+    """Some of the batches alone."""
+    tokens, squares = ({name: each[some] for name, each in of.items()} for of in (samples.tokens, samples.squares))
+    return replace(samples, tokens=tokens, squares=squares)
+
+
+def case(cluster: Cluster, lab_name: str, sigma: float, training: str) -> dict[str, Any]:
     """One case: plans, rivals, runs."""
     model = lab_model(training)
     with samples_of(sigma) as (index, samples):
@@ -86,14 +105,10 @@ def case(cluster: Cluster, sigma: float, training: str, plans: Mapping[str, Plan
         rated = monolithic.rated()
         chosen = rivals(rated)
         found |= {name: monolithic.plan(one.layout) for name, one in chosen.items()}
-        with lab_of(LAB) as lab:
-            runs: dict[str, Measured] = {}
-            for _ in range(TRIES):
-                left = [name for name in found if name not in runs or not runs[name].valid]
-                again = run_plans(lab, [found[name] for name in left], model, warm=WARM, steps=STEPS, samples=index)
-                runs |= dict(zip(left, again, strict=True))
+        runs = ran(lab_name, found, model, index)
     useful_s = monolithic.useful_s()
     return {
+        "lab": lab_name,
         "sigma": sigma,
         "training": training,
         "batch": JOB.batch,
@@ -104,6 +119,63 @@ def case(cluster: Cluster, sigma: float, training: str, plans: Mapping[str, Plan
         "useful_s": useful_s,
         "plans": {name: row(found[name], runs[name], useful_s, chosen.get(name)) for name in found},
     }
+
+
+def ran(lab_name: str, plans: Mapping[str, Plan], model: Model, index: Path) -> dict[str, Measured]:
+    """Every plan's run; one whose real work was late is run once more."""
+    runs: dict[str, Measured] = {}
+    with lab_of(lab_name) as lab:
+        for _ in range(TRIES):
+            left = [name for name in plans if name not in runs or not runs[name].valid]
+            if left:
+                again = run_plans(lab, [plans[name] for name in left], model, warm=WARM, steps=STEPS, samples=index)
+                runs |= dict(zip(left, again, strict=True))
+    return runs
+
+
+def arranged() -> dict[str, Any]:
+    """One layout under every way of arranging its samples, predicted and measured: an encoder and three stages of a
+    language model, each in two replicas, whose microbatches have a sample for each of them."""
+    model = arranging_model()
+    with lab_of(ROOMY) as lab:
+        cluster = profiled(lab, model, SEQUENCE, **PROFILE)
+    with samples_of(ARRANGED_SIGMA, make_arranged_samples) as (index, samples):
+        each = {way: arranged_plans(cluster, model, samples, *how) for way, how in WAYS.items()}
+        plans = {way: own[0] for way, own in each.items()}
+        predicted_s = {way: [one.prediction.step_s for one in own if one.prediction] for way, own in each.items()}
+        runs = ran(ROOMY, plans, model, index)
+    return {
+        "sigma": ARRANGED_SIGMA,
+        "layout": dict(plans["random"].decisions),
+        "ways": {
+            way: {
+                "predicted_s": predicted_s[way],
+                "measured_s": list(runs[way].step_s),
+                "predicted_gain": sum(predicted_s["random"]) / sum(predicted_s[way]),
+                "measured_gain": sum(runs["random"].step_s) / sum(runs[way].step_s),
+                "valid": runs[way].valid,
+                "pace": runs[way].pace,
+            }
+            for way in plans
+        },
+    }
+
+
+def arranged_plans(cluster: Cluster, model: Model, samples: Samples, balance: bool, order: bool) -> list[Plan]:
+    """The plan under an arrangement, with its prediction for every batch that is run."""
+
+    def way(arranging: Arranging) -> Arranging:
+        return replace(arranging, balance=balance, order=order)
+
+    found = []
+    for at in range(STEPS):
+        plan = make_plan(
+            model, cluster, JOB, parse_pins(ARRANGED), samples=batches_of(samples, slice(at, at + 1)),
+            arrange=lambda some, batch, arranging, *rest: arranged_samples(some, batch, way(arranging), *rest),
+        )  # fmt: skip
+        assert plan.arranging is not None
+        found.append(replace(plan, arranging=way(plan.arranging)))
+    return found
 
 
 def rivals(rated: Sequence[Rated]) -> dict[str, Rated]:
