@@ -1,0 +1,73 @@
+"""Layouts next to a layout: each differs in one thing that may, and going from one to the next finds the best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from test_plan_modules import CLUSTER, JOB
+from three_modules import skewed_samples, three_modules
+
+from pipefit.plan.build import Workbench
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.modules.decisions import ModuleDecisions
+from pipefit.plan.modules.find import _Finder
+from pipefit.plan.modules.polish import neighbours, polished
+from pipefit.plan.modules.samples import dealt
+from pipefit.plan.outcome import Evaluated
+
+
+def finder() -> _Finder:
+    return _Finder(Workbench(three_modules(), CLUSTER), JOB, {}, skewed_samples(8, 1, mean=300), dealt)
+
+
+def in_line(cuts: tuple[int, ...], recompute: str = "none") -> ModuleDecisions:
+    """All modules on two lanes of two devices, whose shards the language model splits."""
+    common = {"microbatches": 4, "zero1": True}
+    split = {"replicas": (1,), "shards": (1, 1), "sharding": "megatron-sp", "recompute": (recompute,)}
+    language = Decisions(**common, **split, stages=2, cuts=cuts, devices=(0, 1, 2, 3))
+    ends = Decisions(**common, **split)
+    return ModuleDecisions(
+        **common, schedule="1f1b", backbone="language", inline=("vision", "generator"),
+        modules=(("vision", ends), ("language", language), ("generator", ends)),
+    )  # fmt: skip
+
+
+def changes(one: ModuleDecisions, other: ModuleDecisions) -> list[tuple[str, str]]:
+    """(module, what differs there) of two layouts."""
+    keys = ("replicas", "shards", "cuts", "recompute")
+    pairs = zip(one.modules, other.modules, strict=True)
+    return [(name, key) for (name, own), (_, new) in pairs for key in keys if getattr(own, key) != getattr(new, key)]
+
+
+def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
+    own, costed = in_line((1,)), finder().costed
+    found = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, {})]
+    again = [((name, "recompute"),) for name in ("vision", "language", "generator")]
+    grids = [((name, "replicas"), (name, "shards")) for name in ("vision", "generator")]
+    assert sorted(found) == sorted([*again, *grids, (("language", "cuts"),)]), "before layer 1 there is no cut"
+    kept = {"vision.recompute": ("none",), "generator.shards": (1, 1)}
+    pinned = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, kept)]
+    assert {*found} - {*pinned} == {again[0], grids[1]}
+    few = [tuple(changes(own, other)) for other in neighbours(own, costed, 1, {})]
+    assert {*found} - {*few} == {*grids}, "a sample for every replica"
+    (wide,) = (other for other in neighbours(own, costed, 2, {}) if changes(own, other)[0] == ("vision", "replicas"))
+    assert (("vision", "replicas"), ("vision", "shards")) in [
+        tuple(changes(wide, back)) for back in neighbours(wide, costed, 2, {})
+    ]
+
+
+def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
+    """From the worst cut with everything recomputed, as far as trying every cut, recomputation and grid goes."""
+    search, known = finder(), dict[ModuleDecisions, Evaluated]()
+    start = search.simulate(in_line((1,), "full"), 0)
+    assert start is not None
+    todo = [replace(start.decisions, cuts=())]
+    while todo:
+        own = todo.pop()
+        for other in neighbours(own, search.costed, 2, {}):
+            if other not in known and (made := search.simulate(other, 0)) is not None:
+                known[other] = made
+                todo.append(other)
+    assert len(known) >= 32, "two recomputations of three modules, two grids of two"
+    best = polished(start, search.around)
+    assert best.step_s < start.step_s and best.step_s == min(one.step_s for one in known.values())
