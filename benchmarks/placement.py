@@ -32,8 +32,8 @@ import numpy as np
 
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.placement.links import TICK_S
-from pipefit.plan.placement.search import Budget, Searcher, place
-from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.lowered import Lowered, place_lowered
+from pipefit.plan.placement.search import Budget, Placed, Searcher, place
 from placement_instances import LARGE, SMALL, Instance, lab, skewed
 from placement_pipette import pipette, pipette_on_estimate
 from provenance import provenance, write_result
@@ -119,13 +119,11 @@ def measure(
     moves: list[int] = []
     for seed in seeds:
         began = time.process_time()
-        question = instance.question(start)
-        budget = Budget(moves=10**9, seconds=seconds / OURS_PART, seed=seed)
-        ours = place(question, start.simulation.timeline, budget, compiled=True, clock=time.process_time)
+        ours = searched(instance, start, seconds / OURS_PART, seed)
         spent.append(time.process_time() - began)
         moves.append(ours.moves)
         runs["ours"].append(instance.step_s(ours.devices))
-        runs["ours_as_long"].append(instance.step_s(longer(question, start, seconds, 1000 * seed + 1)))
+        runs["ours_as_long"].append(instance.step_s(searched(instance, start, seconds, 1000 * seed + 1).devices))
         if not taken:
             runs["pipette"].append(instance.step_s(pipette(instance, seconds, seed).devices))
             theirs = pipette_on_estimate(instance, knowing(instance, start), seconds, seed)
@@ -213,10 +211,9 @@ def improve(instance: Instance, seconds: float) -> None:
     own = kept.get(instance.name)
     best_s = instance.step_s(own["devices"]) if own else float("inf")
     seed = int(time.time())
-    question = instance.question(start)
     runs: list[tuple[str, float, Callable[[float], Sequence[int]]]] = [
-        ("our search", 0.3, lambda s: longer(question, start, s, seed)),
-        ("the best of our searches of a second", 0.3, lambda s: shorter(instance, question, start, s, seed)),
+        ("our search", 0.3, lambda s: searched(instance, start, s, seed).devices),
+        ("the best of our searches of a second", 0.3, lambda s: shorter(instance, start, s, seed)),
         ("Pipette's annealing on our estimate", 0.2, lambda s: theirs(instance, start, s, seed)),
         ("our search from the best one kept", 0.2, lambda s: again(instance, start, s, seed)),
     ]
@@ -231,14 +228,25 @@ def improve(instance: Instance, seconds: float) -> None:
         print(f"{instance.name}: {name} {step_s:.6f} s, best {best_s:.6f} s", flush=True)
 
 
-def longer(question: Question, start: Evaluated, seconds: float, seed: int) -> tuple[int, ...]:
+def searched(instance: Instance, start: Evaluated, seconds: float, seed: int) -> Placed:
+    """Our search, with everything from the simulated candidate on in its seconds."""
     budget = Budget(moves=10**9, seconds=seconds, seed=seed % 100_000)
-    return place(question, start.simulation.timeline, budget, compiled=True, clock=time.process_time).devices
+    return place_lowered(
+        lowered(instance, start),
+        lambda devices: lowered(instance, instance.simulated(instance.decisions(devices=devices))),
+        budget,
+        compiled=True,
+        clock=time.process_time,
+    )
 
 
-def shorter(instance: Instance, question: Question, start: Evaluated, seconds: float, seed: int) -> Sequence[int]:
+def lowered(instance: Instance, one: Evaluated) -> Lowered:
+    return Lowered(question=instance.question(one), timeline=one.simulation.timeline, step_s=one.step_s)
+
+
+def shorter(instance: Instance, start: Evaluated, seconds: float, seed: int) -> Sequence[int]:
     """The best of as many searches of a second as there is time for, with seeds of their own."""
-    found = [longer(question, start, 1.0, seed + 1 + again) for again in range(max(1, round(seconds)))]
+    found = [searched(instance, start, 1.0, seed + 1 + again).devices for again in range(max(1, round(seconds)))]
     return min(found, key=instance.step_s)
 
 
@@ -250,7 +258,7 @@ def again(instance: Instance, start: Evaluated, seconds: float, seed: int) -> tu
     own = read_best().get(instance.name)
     if own is not None:
         start = instance.simulated(instance.decisions(devices=tuple(own["devices"])))
-    return longer(instance.question(start), start, seconds, seed + 2)
+    return searched(instance, start, seconds, seed + 2).devices
 
 
 def print_table(result: dict[str, Any]) -> None:

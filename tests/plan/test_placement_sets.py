@@ -108,8 +108,8 @@ def test_where_pipelines_are_no_matter_of_a_boundary_devices_move_one_by_one(mon
 def test_sets_find_more_than_devices_with_as_many_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipefit.plan.placement import search
 
-    made = candidate(skewed_cluster(20, seed=3), chain(4, 5), batch=40)
-    budgets = [Budget(moves=10_000, seed=seed) for seed in range(3)]
+    made = candidate(skewed_cluster(40, seed=3), chain(4, 10), batch=80)
+    budgets = [Budget(moves=40_000, seed=seed) for seed in range(4)]
     sets = [place(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]
     monkeypatch.setattr(search, "SETS_WAY", DEVICES_WAY)
     devices = [place(made.question, made.timeline, budget, compiled=True).step_s for budget in budgets]

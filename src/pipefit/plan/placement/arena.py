@@ -66,15 +66,15 @@ RING, LOAD_PER_BYTE = 88, 89
 
 (
     EDGE_START, EDGE_FLOWS, EDGE_OF, FORWARD, PAIR_OF, PAIR,
-    PARTNER, BACK, DISTANCE, PARENT, FINISHED, KEPT_EDGE, KEPT_PAIRS, LAYOUT, KEPT_EDGES,
-) = range(90, 105)  # fmt: skip
+    PARTNER, BACK, DISTANCE, PARENT, AHEAD, KEPT_EDGE, KEPT_PAIRS, LAYOUT, KEPT_EDGES, TOUCHED_EDGE, HOP,
+) = range(90, 107)  # fmt: skip
 """The search over sets (`sets`, `chains`), where edge k is the boundary between the lanes k and k + 1. Facts: [edge +
 1], the flows of every edge, [flow] its edge, [flow] whether it goes forward, [edge] its matrix of [matrix, device,
 device] ticks of a pair. State: [edge, replica] the place on the right of every place on the left, and the other way
 round. Scratch: [replica] three times, [4] edges and [4, replica] what PARTNER was there before a move, [slot] the
 placement pipeline by pipeline; and the number of edges that are kept."""
 
-COUNT = 105
+COUNT = 107
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,10 +262,10 @@ def refresh(count: int, whole: Any, real: Any, at: Any) -> None:
 
 def value_of(cut: int, whole: Any, at: Any) -> int:
     """The value of a cut with the noted changes."""
-    value = whole[at[VALUE] + cut]
+    value, weights, room = whole[at[VALUE] + cut], at[WEIGHT] + cut, at[CUT_ROOM]
+    entries, changes = at[CHANGED_ENTRY], at[CHANGED_BY]
     for i in range(at[CHANGES]):
-        weight = whole[at[WEIGHT] + whole[at[CHANGED_ENTRY] + i] * at[CUT_ROOM] + cut]
-        value += weight * whole[at[CHANGED_BY] + i]
+        value += whole[weights + whole[entries + i] * room] * whole[changes + i]
     return int(value)
 
 

@@ -9,6 +9,7 @@ from pipefit.plan.placement.arena import (
     BYTES,
     DEVICE,
     DEVICES,
+    HOP,
     HOST,
     HOSTS,
     INSIDE_LATENCY,
@@ -73,16 +74,38 @@ def ring_device(lane: int, shard: int, i: int, whole: Any, at: Any) -> int:
 
 def sort_rings(lane: int, whole: Any, at: Any) -> None:
     """Bring the lane's slots into the order of their devices. Mostly they are nearly so from the last time."""
+    devices, replicas = at[DEVICE], at[REPLICAS]
     for shard in range(at[SHARDS]):
-        first = at[ORDER] + (lane * at[SHARDS] + shard) * at[REPLICAS]
-        for i in range(first + 1, first + at[REPLICAS]):
+        first = at[ORDER] + (lane * at[SHARDS] + shard) * replicas
+        largest = whole[devices + whole[first]]
+        for i in range(first + 1, first + replicas):
             slot = whole[i]
-            device = whole[at[DEVICE] + slot]
+            device = whole[devices + slot]
+            if device > largest:
+                largest = device
+                continue
             j = i - 1
-            while j >= first and whole[at[DEVICE] + whole[j]] > device:
+            while j >= first and whole[devices + whole[j]] > device:
                 whole[j + 1] = whole[j]
                 j -= 1
             whole[j + 1] = slot
+
+
+def single_hops(lane: int, whole: Any, real: Any, at: Any) -> None:
+    """`ring_hops` where every host has one device: all hops go between hosts and share no port."""
+    most, latency = 0.0, 0
+    devices, hop, host, replicas = at[DEVICE], at[HOP], at[HOST], at[REPLICAS]
+    waits, times = at[LATENCY], at[PER_BYTE]
+    for shard in range(at[SHARDS]):
+        first = at[ORDER] + (lane * at[SHARDS] + shard) * replicas
+        a = whole[devices + whole[first + replicas - 1]]
+        for i in range(first, first + replicas):
+            b = whole[devices + whole[i]]
+            link = whole[hop + a] + whole[host + b]
+            most, latency = max(most, real[times + link]), max(latency, whole[waits + link])
+            a = b
+    real[at[RING] + 1] = latency
+    real[at[RING] + 2] = most
 
 
 def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
@@ -101,15 +124,13 @@ def ring_hops(lane: int, step: int, whole: Any, real: Any, at: Any) -> None:
             else:
                 link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * hosts + from_host) * hosts + to_host
                 wait, per_byte = whole[at[LATENCY] + link], real[at[PER_BYTE] + link]
-            if at[SINGLE] == 0:
-                per_byte = add_load(a, b, per_byte, real, at[LOAD_PER_BYTE], whole, at)
+            per_byte = add_load(a, b, per_byte, real, at[LOAD_PER_BYTE], whole, at)
             most, latency = max(most, per_byte), max(latency, wait)
-    if at[SINGLE] == 0:
-        for shard in range(at[SHARDS]):
-            for i in range(replicas):
-                a = ring_device(lane, shard, i, whole, at)
-                b = ring_device(lane, shard, (i + step) % replicas, whole, at)
-                clear_load(a, b, real, at[LOAD_PER_BYTE], whole, at)
+    for shard in range(at[SHARDS]):
+        for i in range(replicas):
+            a = ring_device(lane, shard, i, whole, at)
+            b = ring_device(lane, shard, (i + step) % replicas, whole, at)
+            clear_load(a, b, real, at[LOAD_PER_BYTE], whole, at)
     fact = at[RING] + (1 if step == 1 else 8)
     real[fact] = latency
     real[fact + 1] = most
@@ -143,8 +164,12 @@ def ring_facts(lane: int, whole: Any, real: Any, at: Any) -> None:
     """Fill the facts: 0 hops, 1 latency, 2 seconds a byte of the flat rings; 3 devices on each host or 0; if not 0,
     4 hops, 5 latency, 6 seconds a byte inside the hosts, 7, 8 and 9 the same between them."""
     sort_rings(lane, whole, at)
-    ring_hops(lane, 1, whole, real, at)
-    per_host = ring_levels(lane, whole, real, at) if at[SINGLE] == 0 else 0
+    per_host = 0
+    if at[SINGLE] == 1:
+        single_hops(lane, whole, real, at)
+    else:
+        ring_hops(lane, 1, whole, real, at)
+        per_host = ring_levels(lane, whole, real, at)
     real[at[RING]] = at[REPLICAS]
     real[at[RING] + 3] = per_host
     if per_host > 0:

@@ -42,6 +42,9 @@ CHUNK, TASKS_A_MOVE = (500, 2500), 8
 """Moves between two simulations, and looks at the clock: within these limits, one for so many tasks of the simulation,
 whose time grows with them. The more often the estimate learns, the less the search is led by paths it lacks."""
 
+LONGER = 8
+"""Times as many moves at most, while simulations teach the estimate nothing: twice as many after each of them."""
+
 COMPILED_FROM = 20_000
 """Moves from which it pays to import numba, and to compile on the first use on a machine."""
 
@@ -192,9 +195,9 @@ class Searcher:
         span = max(self.way.cold, 1.0 / hot)
         factor = 1.0 if course.seconds is not None else span ** (1.0 / max(1, course.moves))
         arrays, made, began = (self.arena.whole, self.arena.real, self.arena.at), 0, course.clock()
-        found, found_s, progress = start, start_s, 0.0
+        found, found_s, progress, chunk = start, start_s, 0.0, self.chunk
         while made < course.moves and progress < 1.0:
-            count = min(self.chunk, course.moves - made)
+            count = min(chunk, course.moves - made)
             best, control = start.copy(), np.array([hot * span**progress, factor, np.inf])
             self.run[self.way.loop](count, control, course.random, EXPONENTIAL, best, *arrays)
             made += count
@@ -202,8 +205,9 @@ class Searcher:
             if course.seconds is not None:
                 progress = max(progress, (course.clock() - began) / max(course.seconds, 1e-9))
             if np.isfinite(control[2]):
-                now = self.arena.ints(DEVICE).copy()
+                now, known = self.arena.ints(DEVICE).copy(), len(self.known)
                 step_s = self.simulate(best)
+                chunk = self.chunk if len(self.known) > known else min(2 * chunk, LONGER * self.chunk)
                 if step_s < found_s:
                     found, found_s = best, step_s
                 self.estimate(now)

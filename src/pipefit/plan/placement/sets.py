@@ -23,9 +23,7 @@ from pipefit.plan.placement.arena import (
     EDGE_OF,
     EDGE_START,
     FLOWS,
-    KEPT_EDGE,
     KEPT_EDGES,
-    KEPT_PAIRS,
     LANE_COUNT,
     LAYOUT,
     LEADING,
@@ -33,12 +31,13 @@ from pipefit.plan.placement.arena import (
     REPLICAS,
     SLOTS,
     TOUCHED,
+    TOUCHED_EDGE,
     VALUE,
     WEIGHT,
     X,
 )
 from pipefit.plan.placement.kernel import commit, recompute, refresh_lane, value_of, would_be
-from pipefit.plan.placement.matching import note_edge, rematch, rematch_one, slowest_pair
+from pipefit.plan.placement.matching import note_edge, rematch, slowest_pair, take_back
 
 LANE_SWAPS = 10
 """Of 1,000 moves, those that exchange all devices of two lanes."""
@@ -61,30 +60,6 @@ def slow_place(random: Any, whole: Any, real: Any, at: Any) -> int:
     return slow_hop(best - 2 * flows, random, whole, real, at)
 
 
-def keep(edge: int, whole: Any, at: Any) -> None:
-    """Keep the pairs of a boundary, so that they can be taken back; at most once a move."""
-    for i in range(at[KEPT_EDGES]):
-        if whole[at[KEPT_EDGE] + i] == edge:
-            return
-    replicas = at[REPLICAS]
-    whole[at[KEPT_EDGE] + at[KEPT_EDGES]] = edge
-    first = at[KEPT_PAIRS] + at[KEPT_EDGES] * replicas
-    for i in range(replicas):
-        whole[first + i] = whole[at[PARTNER] + edge * replicas + i]
-    at[KEPT_EDGES] += 1
-
-
-def take_back(whole: Any, at: Any) -> None:
-    """The pairs as they were kept."""
-    replicas = at[REPLICAS]
-    for kept in range(at[KEPT_EDGES]):
-        first = whole[at[KEPT_EDGE] + kept] * replicas
-        for i in range(replicas):
-            partner = whole[at[KEPT_PAIRS] + kept * replicas + i]
-            whole[at[PARTNER] + first + i] = partner
-            whole[at[BACK] + first + partner] = i
-
-
 def swap_slots(one: int, other: int, count: int, whole: Any, at: Any) -> None:
     """`count` devices from slot `one` on and as many from slot `other` on change places."""
     for i in range(count):
@@ -93,56 +68,47 @@ def swap_slots(one: int, other: int, count: int, whole: Any, at: Any) -> None:
         whole[at[DEVICE] + other + i] = device
 
 
-def touched_ticks(lane: int, whole: Any, at: Any) -> int:
-    """What the transfers at a lane's boundaries take of the leading cut."""
+def edge_ticks(edge: int, whole: Any, at: Any) -> int:
+    """What the transfers of a boundary take of the leading cut."""
     total = 0
-    first, last = whole[at[EDGE_START] + max(0, lane - 1)], whole[at[EDGE_START] + min(lane + 1, at[LANE_COUNT] - 1)]
-    for i in range(first, last):
+    for i in range(whole[at[EDGE_START] + edge], whole[at[EDGE_START] + edge + 1]):
         flow = whole[at[EDGE_FLOWS] + i]
         for entry in (flow, at[FLOWS] + flow):
             total += whole[at[WEIGHT] + entry * at[CUT_ROOM] + at[LEADING]] * whole[at[X] + entry]
     return int(total)
 
 
-def match_slot(slot: int, whole: Any, at: Any) -> None:
-    """Find the pairs of the boundaries of a slot whose device has changed."""
-    lane, place = slot // at[REPLICAS], slot % at[REPLICAS]
-    if lane > 0:
-        keep(lane - 1, whole, at)
-        rematch_one(lane - 1, whole[at[BACK] + (lane - 1) * at[REPLICAS] + place], whole, at)
-    if lane + 1 < at[LANE_COUNT]:
-        keep(lane, whole, at)
-        rematch_one(lane, place, whole, at)
-
-
-def match_lane(lane: int, whole: Any, at: Any) -> None:
-    """Find the pairs of the boundaries of a lane all of whose devices have changed."""
-    for edge in (lane - 1, lane):
-        if 0 <= edge < at[LANE_COUNT] - 1:
-            keep(edge, whole, at)
-            rematch(edge, whole, at)
-
-
-def refresh_sets(one: int, other: int, count: int, limit: Any, whole: Any, real: Any, at: Any) -> None:
-    """Note what the exchange of `count` devices from these slots on changes. Where the rings alone make hopeless that
-    the estimate stays below `limit`, what is noted is that it does not."""
-    at[CHANGES], at[KEPT_EDGES], at[TOUCHED] = 0, 0, 0
-    hope = 0
+def touched_edges(one: int, other: int, whole: Any, at: Any) -> int:
+    """Write the boundaries of the lanes of two slots into `touched_edge`, each once; how many."""
+    count, before = 0, -9
     for slot in (one, other):
         if slot < at[SLOTS]:
             lane = slot // at[REPLICAS]
-            refresh_lane(lane, whole, real, at)
-            hope += touched_ticks(lane, whole, at)
-    if value_of(at[LEADING], whole, at) - hope // GAIN >= limit:
-        return
+            for edge in (lane - 1, lane):
+                if 0 <= edge < at[LANE_COUNT] - 1 and edge != before and edge != before - 1:
+                    whole[at[TOUCHED_EDGE] + count] = edge
+                    count += 1
+            before = lane
+    return count
+
+
+def refresh_sets(one: int, other: int, limit: Any, whole: Any, real: Any, at: Any) -> None:
+    """Note what an exchange of devices on the lanes of these slots changes. Where it is hopeless that the estimate
+    stays below `limit`, by the rings alone or by the boundaries so far, what is noted is that it does not."""
+    at[CHANGES], at[KEPT_EDGES], at[TOUCHED] = 0, 0, 0
     for slot in (one, other):
         if slot < at[SLOTS]:
-            if count == 1:
-                match_slot(slot, whole, at)
-            else:
-                match_lane(slot // at[REPLICAS], whole, at)
-    for i in range(at[KEPT_EDGES]):
-        note_edge(whole[at[KEPT_EDGE] + i], whole, at)
+            refresh_lane(slot // at[REPLICAS], whole, real, at)
+    count, hope = touched_edges(one, other, whole, at), 0
+    for i in range(count):
+        hope += edge_ticks(whole[at[TOUCHED_EDGE] + i], whole, at)
+    for i in range(count):
+        if value_of(at[LEADING], whole, at) - hope // GAIN >= limit:
+            return
+        edge = whole[at[TOUCHED_EDGE] + i]
+        rematch(edge, whole, at)
+        note_edge(edge, whole, at)
+        hope -= edge_ticks(edge, whole, at)
 
 
 def lay_out(whole: Any, at: Any) -> None:
@@ -165,6 +131,7 @@ def match_all(whole: Any, at: Any) -> None:
         for i in range(replicas):
             whole[at[PARTNER] + edge * replicas + i] = i
             whole[at[BACK] + edge * replicas + i] = i
+        at[KEPT_EDGES] = 0
         rematch(edge, whole, at)
         note_edge(edge, whole, at)
     would_be(np.inf, whole, at)
@@ -194,7 +161,7 @@ def anneal_sets(
                 other += at[REPLICAS]
         limit = now + temperature * exponential[draw(random, len(exponential))]
         swap_slots(one, other, width, whole, at)
-        refresh_sets(one, other, width, limit, whole, real, at)
+        refresh_sets(one, other, limit, whole, real, at)
         new = would_be(limit, whole, at)
         if new < limit:
             commit(whole, at)

@@ -72,6 +72,7 @@ def _facts(question: Question) -> dict[int, Ints]:
         names.HOST: links.host,
         names.RAIL: links.rail,
         names.MATRIX: links.matrix,
+        names.HOP: (links.matrix[links.rail] * len(links.inside_latency) + links.host) * len(links.inside_latency),
         names.SHARED: links.shared,
         names.LATENCY: links.latency,
         names.BUSY: links.busy,

@@ -1,0 +1,105 @@
+"""The search with the order of the transfers looked at again: what is best in one order need not be in another.
+
+`search.place` keeps the order of the candidate that it is given. Here it has a part of the budget; after that the best
+placement is lowered anew for its own times, and annealing goes on from it in that order, several times. What counts in
+the end is the time of a placement in its own order.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipefit.plan.placement.search import (
+    COMPILED_FROM,
+    Budget,
+    Clock,
+    Course,
+    Placed,
+    Searcher,
+    constructions,
+    place,
+)
+from pipefit.plan.placement.shape import Question
+from pipefit.simulate import Timeline
+
+FIRST = 0.75
+"""Part of the budget for the search in the given order."""
+
+HEATS = (0.5, 0.2)
+"""The first temperatures of the annealings after that, as parts of the usual one; each has an equal part of what is
+left of the budget."""
+
+LEAST_S, MOST_SLOTS = 5.0, 256
+"""Seconds of a budget from which lowering anew is worth its time, a tenth to a fifth of a second for 128 devices; and
+devices up to which it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A placement whose actions were put in order for its own times."""
+
+    question: Question
+    timeline: Timeline
+    step_s: float
+    "The simulated iteration."
+
+
+def place_lowered(
+    given: Lowered,
+    lower: Callable[[tuple[int, ...]], Lowered],
+    budget: Budget,
+    *,
+    compiled: bool | None = None,
+    clock: Clock = time.perf_counter,
+) -> Placed:
+    """The best placement found, each in its own order as `lower` gives it; never slower than the given one.
+
+    `lower` takes the device of every slot. Deterministic as `place` is, which does all for short budgets and many
+    devices.
+    """
+    began = clock()
+    if compiled is None:
+        compiled = budget.moves >= COMPILED_FROM or "numba" in sys.modules
+    slots = given.question.shape.slots
+    if not 1 < slots <= MOST_SLOTS or (budget.seconds is not None and budget.seconds < LEAST_S):
+        return place(given.question, given.timeline, budget, compiled=compiled, clock=clock)
+    seconds = None if budget.seconds is None else FIRST * budget.seconds
+    first = replace(budget, moves=int(FIRST * budget.moves), seconds=seconds)
+    placed = place(given.question, given.timeline, first, compiled=compiled, clock=clock)
+    searched = clock()
+    best = min((given, lower(placed.devices)), key=lambda one: one.step_s)
+    once_s = clock() - searched
+    moves, simulated, cuts = placed.moves, placed.simulated, placed.cuts
+    racks = constructions(given.question)[1]
+    random = np.array([54321 + budget.seed, 98765 + 7 * budget.seed], dtype=np.int64)
+    for number, heat in enumerate(HEATS):
+        searcher = Searcher(best.question, best.timeline, compiled)
+        start = best.question.devices
+        start_s = searcher.simulate(start)
+        searcher.probe(start)
+        parts = len(HEATS) - number
+        left = None if budget.seconds is None else budget.seconds - (clock() - began) - parts * once_s
+        course = Course(
+            moves=(budget.moves - first.moves) // len(HEATS),
+            heat=heat * searcher.way.hot,
+            random=random,
+            seconds=None if left is None else max(0.0, left) / parts,
+            clock=clock,
+        )
+        searcher.anneal(start, start_s, racks, course)
+        again = lower(tuple(searcher.best[:slots].tolist()))
+        best = min((best, again), key=lambda one: one.step_s)
+        moves, simulated, cuts = moves + searcher.moves, simulated + len(searcher.step_s), cuts + len(searcher.known)
+    return Placed(
+        devices=tuple(best.question.devices[:slots].tolist()),
+        step_s=best.step_s,
+        given_s=given.step_s,
+        moves=moves,
+        simulated=simulated,
+        cuts=cuts,
+    )
