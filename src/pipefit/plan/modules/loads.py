@@ -13,6 +13,47 @@ from math import ceil
 import numpy as np
 
 from pipefit.cost.types import Array
+from pipefit.plan.bounds import Ints
+
+
+class Dealer:
+    """Deals out the samples of a global batch; what it did for one count of bins it knows for the next time.
+
+    `weights` [sampled batch, sample] as in `ModuleProfile`.
+    """
+
+    def __init__(self, weights: Array) -> None:
+        self.heaviest_first: Array = -np.sort(-weights, axis=1)
+        self._bins: dict[tuple[int, int], Array] = {}
+        self._loads: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def loads(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
+        """`fullest_loads` of each of these counts of replicas."""
+        found = np.array([self.load(microbatches, one, samples) for one in replicas.tolist()]).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def load(self, microbatches: int, replicas: int, samples: int) -> tuple[float, float]:
+        """See `fullest_loads`."""
+        key = (microbatches, replicas, samples)
+        if key not in self._loads:
+            each = ceil(samples / replicas)
+            if self.heaviest_first.shape[1]:
+                fullest = self._filled(microbatches * replicas, each)[:, replicas - 1 :: replicas]
+                self._loads[key] = float(fullest.mean()), float(fullest[:, -1].max())
+            else:
+                self._loads[key] = float(each), float(each)
+        return self._loads[key]
+
+    def _filled(self, bins: int, each: int) -> Array:
+        """[sampled batch, bin] with `each` samples in every bin, the emptiest first."""
+        if (bins, each) not in self._bins:
+            batches, samples = self.heaviest_first.shape
+            dealt = np.zeros((batches, each * bins))
+            dealt[:, :samples] = self.heaviest_first
+            dealt = dealt.reshape(batches, each, bins)
+            filled = dealt[:, ::2].sum(axis=1) + dealt[:, 1::2, ::-1].sum(axis=1)
+            self._bins[bins, each] = np.sort(filled, axis=1)
+        return self._bins[bins, each]
 
 
 def fullest_loads(weights: Array, microbatches: int, replicas: int, samples: int) -> tuple[float, float]:
@@ -20,13 +61,4 @@ def fullest_loads(weights: Array, microbatches: int, replicas: int, samples: int
 
     `weights` [sampled batch, sample] as in `ModuleProfile`; a microbatch has `samples` samples.
     """
-    each = ceil(samples / replicas)
-    if not weights.shape[1]:
-        return float(each), float(each)
-    batches, bins = len(weights), microbatches * replicas
-    heaviest_first = np.zeros((batches, each * bins))
-    heaviest_first[:, : weights.shape[1]] = -np.sort(-weights, axis=1)
-    dealt = heaviest_first.reshape(batches, each, bins)
-    dealt[:, 1::2] = dealt[:, 1::2, ::-1].copy()
-    fullest = np.sort(dealt.sum(axis=1), axis=1)[:, replicas - 1 :: replicas]
-    return float(fullest.mean()), float(fullest.max())
+    return Dealer(weights).load(microbatches, replicas, samples)

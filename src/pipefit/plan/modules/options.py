@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds import Ints
-from pipefit.plan.modules.loads import fullest_loads
-from pipefit.plan.modules.profile import ModuleProfile, StageCuts
+from pipefit.plan.modules.profile import AllCuts, ModuleProfile
 
 UNBOUNDED = 1 << 30
 """As many stages behind it as there may be."""
@@ -79,16 +78,33 @@ def options_of(
     each = replica_counts(samples, devices)
     if "replicas" in fixed:
         each = [fixed["replicas"]] if fixed["replicas"] <= min(samples, devices) else []
-    if not each:
+    if not each or not profile.ways:
         return _none()
-    counts = np.array(each, dtype=np.int64)
-    loads = [fullest_loads(profile.weights, microbatches, int(count), samples) for count in counts]
-    mean, most = (np.array(column) for column in zip(*loads, strict=True))
-    found = [
-        _of_way(profile, index, counts, mean, most, microbatches, devices, limit_bytes)
-        for index in range(len(profile.ways))
-    ]
-    return Options.joined(found)
+    replicas = np.array(each, dtype=np.int64)
+    mean, most = (column[:, None] for column in profile.dealer.loads(microbatches, replicas, samples))
+    cuts, stages, part = profile.cuts, profile.cuts.stages, (1.0 - 1.0 / replicas)[:, None]
+    used = replicas[:, None] * (cuts.counts * cuts.shards)
+    kept = stages["static_bytes"] + stages["state_bytes"] / replicas[:, None] + profile.workspace_bytes
+    kept += most * stages["passing_bytes"]
+    room = _room(limit_bytes - kept, most * stages["saved_bytes"], cuts, microbatches)
+    index, cut = np.nonzero((used <= devices) & (room >= 0))
+    order = np.argsort(cuts.way[cut].astype(np.uint16), kind="stable")  # one way after the other
+    index, cut = index[order], cut[order]
+    slowest_s = cuts.most(stages["fixed_s"] + mean * stages["sample_s"]) + profile.overhead_s
+    through_s = cuts.whole_fixed_s + mean * cuts.whole_sample_s + cuts.counts * profile.overhead_s
+    reduce_s = 2.0 * part * profile.reduce_s_per_byte * cuts.most_gradient_bytes
+    return Options(
+        devices=used[index, cut],
+        stages=cuts.counts[cut],
+        slowest_s=slowest_s[index, cut],
+        through_s=through_s[index, cut],
+        reduce_s=reduce_s[index, cut],
+        room=room[index, cut],
+        replicas=replicas[index],
+        way=cuts.way[cut],
+        row=cuts.row[cut],
+        beside=np.zeros((len(cut), 0), dtype=np.int64),
+    )
 
 
 def obeying(options: Options, fixed: Mapping[str, int]) -> Options:
@@ -106,56 +122,13 @@ def _none() -> Options:
     )  # fmt: skip
 
 
-def _of_way(
-    profile: ModuleProfile,
-    index: int,
-    replicas: Ints,
-    mean: Array,
-    most: Array,
-    microbatches: int,
-    devices: int,
-    limit_bytes: float,
-) -> Options:
-    way = profile.ways[index]
-    cuts = way.cuts
-    shape = (len(replicas), len(cuts.counts))
-    used = replicas[:, None] * (cuts.counts * way.shards)
-    slowest_s = _most(cuts.fixed_s + mean[:, None] * cuts.sample_s, cuts) + profile.overhead_s
-    through_s = cuts.whole_fixed_s + mean[:, None] * cuts.whole_sample_s + cuts.counts * profile.overhead_s
-    part = (1.0 - 1.0 / replicas)[:, None]
-    reduce_s = 2.0 * part * profile.reduce_s_per_byte * _most(cuts.gradient_bytes[None], cuts)
-    kept = cuts.static_bytes + cuts.state_bytes / replicas[:, None] + profile.workspace_bytes
-    kept = kept + most[:, None] * cuts.passing_bytes
-    room = _room(limit_bytes - kept, most[:, None] * cuts.saved_bytes, cuts, microbatches)
-    fits = (used <= devices) & (room >= 0)
-    rows = np.broadcast_to(np.arange(shape[1]), shape)
-    return Options(
-        devices=used[fits],
-        stages=np.broadcast_to(cuts.counts, shape)[fits],
-        slowest_s=slowest_s[fits],
-        through_s=through_s[fits],
-        reduce_s=reduce_s[fits],
-        room=room[fits],
-        replicas=np.broadcast_to(replicas[:, None], shape)[fits],
-        way=np.full(int(fits.sum()), index, dtype=np.int64),
-        row=rows[fits],
-        beside=np.zeros((int(fits.sum()), 0), dtype=np.int64),
-    )
-
-
-def _most(stages: Array, cuts: StageCuts) -> Array:
-    """[..., cut]: the largest of the stages of every cut."""
-    found: Array = np.maximum.reduceat(stages, cuts.first, axis=-1)
-    return found
-
-
-def _room(left_bytes: Array, saved_bytes: Array, cuts: StageCuts, microbatches: int) -> Ints:
+def _room(left_bytes: Array, saved_bytes: Array, cuts: AllCuts, microbatches: int) -> Ints:
     """[replicas, cut]: stages that may lie behind the module, negative where it does not even fit as the last one. A
     stage with s stages behind it holds min(microbatches, s + 1) microbatches (1F1B)."""
     held = np.floor(left_bytes / np.maximum(saved_bytes, 1e-30))
-    room = np.where(held >= microbatches, float(UNBOUNDED), held - cuts.behind)
+    room = np.where(held >= microbatches, float(UNBOUNDED), held - cuts.stages["behind"])
     room[left_bytes < 0] = -1.0
-    found: Ints = np.minimum.reduceat(room, cuts.first, axis=-1).astype(np.int64)
+    found: Ints = cuts.least(room).astype(np.int64)
     return found
 
 

@@ -30,7 +30,7 @@ from pipefit.cost.work import Recompute
 from pipefit.plan.bounds import Ints
 from pipefit.plan.modules.options import Options, obeying, options_of, unbeaten
 from pipefit.plan.modules.profile import ModuleProfile
-from pipefit.plan.modules.sharing import Guest, Loads, Sharing
+from pipefit.plan.modules.sharing import Guest, Sharing
 
 NEAR = 0.15
 """How much longer the step of a layout on the short list may be than the best one's, as a part of it."""
@@ -160,7 +160,6 @@ class _Known:
 
     options: dict[tuple[str, int], Options] = field(default_factory=dict)
     "By module and count of microbatches."
-    loads: Loads = field(default_factory=dict)
 
 
 _Key = tuple[int, int, int, tuple[int, ...]]
@@ -262,7 +261,7 @@ class _Search:
         sharing = None
         if self.guests and all(one.size for one in options):
             own = self.profiles[self.backbone]
-            sharing = Sharing(own, self.guests, microbatches, samples, self.limit_bytes, self.known.loads)
+            sharing = Sharing(own, self.guests, microbatches, samples, self.limit_bytes)
             options[self.backbone] = sharing.least(options[self.backbone])
         if not all(one.size for one in options):
             return

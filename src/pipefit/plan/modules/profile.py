@@ -7,17 +7,29 @@ is an average one; `weights` say how samples differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
 from pipefit.plan.bounds import Ints
+from pipefit.plan.modules.loads import Dealer
 
 COMPARED = 3
 """Smaller counts of stages that a count is compared with."""
+
+NEARLY = 1 - 1e-12
+"""What is this part of something is as large, but for rounding."""
+
+COLUMNS = (
+    "fixed_s", "sample_s", "static_bytes", "state_bytes", "saved_bytes", "gradient_bytes", "passing_bytes", "behind",
+)  # fmt: skip
+"""Of a stage in `StageCuts`: sums over its layers, but of what they need in passing the most; last the stages of the
+module from this one on, itself included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +59,7 @@ class Way:
         return StageCuts(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModuleProfile:
     """A module and the ways in which it may run."""
 
@@ -62,48 +74,116 @@ class ModuleProfile:
     workspace_bytes: float = 0.0
     "On every device beside what layers hold."
 
+    @cached_property
+    def cuts(self) -> AllCuts:
+        """The cuts of all ways."""
+        return AllCuts(self.ways)
+
+    @cached_property
+    def dealer(self) -> Dealer:
+        """Deals out the samples."""
+        return Dealer(self.weights)
+
+
+class AllCuts:
+    """The cuts of several ways, one way after the other."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        each = [way.cuts for way in ways]
+        sizes = [len(cuts.counts) for cuts in each]
+        self.way: Ints = np.repeat(np.arange(len(ways)), sizes)
+        self.row: Ints = np.concatenate([np.arange(size) for size in sizes])
+        "Which one of its way's a cut is."
+        self.start: Ints = np.cumsum([0, *sizes[:-1]])
+        "The first cut of every way."
+        self.shards: Ints = np.repeat([way.shards for way in ways], sizes)
+        self.counts: Ints = np.concatenate([cuts.counts for cuts in each])
+        "Stages."
+        self.whole_fixed_s: Array = np.repeat([cuts.whole_fixed_s for cuts in each], sizes)
+        self.whole_sample_s: Array = np.repeat([cuts.whole_sample_s for cuts in each], sizes)
+        self.sizes: Ints = np.concatenate([cuts.sizes for cuts in each])
+        self.first: Ints = np.cumsum(self.sizes) - self.sizes
+        self.stages: dict[str, Array] = dict(
+            zip(COLUMNS, np.concatenate([cuts.stages for cuts in each], axis=1), strict=True)
+        )
+        "By their names, the columns of `StageCuts`."
+        self.most_gradient_bytes = self.most(self.stages["gradient_bytes"])
+
+    def most(self, stages: Array) -> Array:
+        """[..., cut]: the largest of the stages of every cut."""
+        found: Array = np.maximum.reduceat(stages, self.first, axis=-1)
+        return found
+
+    def least(self, stages: Array) -> Array:
+        """[..., cut]: the smallest of the stages of every cut."""
+        found: Array = np.minimum.reduceat(stages, self.first, axis=-1)
+        return found
+
 
 class StageCuts:
     """For counts of stages, the cut whose slowest stage is fastest for an average sample, and sums over the layers of
-    its stages: one run of stages after the other, the i-th from `first[i]` on.
+    those of its stages that tell: one run of stages after the other, `sizes[i]` of the i-th cut from `first[i]` on.
 
-    A count is left out if every stage of a smaller one has a stage here that takes and needs at least as much, with at
-    least as many stages behind it: it cannot be better.
+    A stage is left out if another of the same cut takes and needs at least as much, with more stages behind it: it is
+    neither the slowest nor the fullest. A count is left out if every stage of a smaller one has a stage here that takes
+    and needs at least as much, with at least as many stages behind it: it cannot be better.
     """
 
     def __init__(self, way: Way) -> None:
-        own = (way.fixed_s, way.sample_s, way.static_bytes, way.state_bytes, way.saved_bytes, way.gradient_bytes)
-        layers = np.stack(own, axis=1)
-        kept: list[tuple[tuple[int, ...], Array]] = []
-        for bounds in even_cuts(way.fixed_s + way.sample_s):
-            behind = np.arange(len(bounds) - 1, 0, -1)[:, None]
-            passing = np.maximum.reduceat(way.passing_bytes, np.array(bounds[:-1]))[:, None]
-            stages = np.hstack((np.add.reduceat(layers, np.array(bounds[:-1]), axis=0), passing, behind))
-            if not any(_no_better(stages, other) for _, other in kept[: -1 - COMPARED : -1]):
-                kept.append((bounds, stages))
-        self.bounds = tuple(bounds for bounds, _ in kept)
-        counts = [len(bounds) - 1 for bounds in self.bounds]
-        self.counts: Ints = np.array(counts, dtype=np.int64)
-        self.first: Ints = np.cumsum([0, *counts[:-1]])
-        self.behind: Ints = np.concatenate([np.arange(count, 0, -1) for count in counts])
-        "Stages of the module from this one on, itself included."
-        self.fixed_s, self.sample_s = self._sums(way.fixed_s), self._sums(way.sample_s)
-        self.static_bytes, self.state_bytes = self._sums(way.static_bytes), self._sums(way.state_bytes)
-        self.saved_bytes, self.gradient_bytes = self._sums(way.saved_bytes), self._sums(way.gradient_bytes)
-        self.passing_bytes = self._over(way.passing_bytes, np.maximum)
+        cuts = even_cuts(way.fixed_s + way.sample_s)
+        stages, first = _stages(way, cuts)
+        tells = _tells(stages, first)
+        own = np.split(stages[:, tells], np.cumsum(np.add.reduceat(tells, first))[:-1], axis=1)
+        largest = np.maximum.reduceat(stages, first, axis=1)
+        may_be_worse = (largest[:, :, None] >= largest[:, None, :] * NEARLY).all(axis=0).tolist()
+        kept: list[int] = []
+        for index, each in enumerate(own):
+            others = (other for other in kept[: -1 - COMPARED : -1] if may_be_worse[index][other])
+            if not any(_no_better(each, own[other]) for other in others):
+                kept.append(index)
+        self.bounds = tuple(cuts[index] for index in kept)
+        self.counts: Ints = np.array(kept, dtype=np.int64) + 1
+        self.sizes: Ints = np.array([own[index].shape[1] for index in kept], dtype=np.int64)
+        self.first: Ints = np.cumsum([0, *self.sizes[:-1]])
+        self.stages: Array = np.concatenate([own[index] for index in kept], axis=1)
+        "[COLUMNS, stage]"
         self.whole_fixed_s, self.whole_sample_s = float(way.fixed_s.sum()), float(way.sample_s.sum())
 
-    def _sums(self, layers: Array) -> Array:
-        return self._over(layers, np.add)
 
-    def _over(self, layers: Array, operation: np.ufunc) -> Array:
-        return np.concatenate([operation.reduceat(layers, np.array(bounds[:-1])) for bounds in self.bounds])
+def _stages(way: Way, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
+    """([COLUMNS, stage] of one cut after the other, where each begins)."""
+    layers = len(way.sample_s)
+    starts = np.concatenate([np.array(bounds[:-1]) + index * layers for index, bounds in enumerate(cuts)])
+    counts = np.array([len(bounds) - 1 for bounds in cuts])
+    first = np.cumsum(counts) - counts
+    summed = np.tile(np.stack([getattr(way, name) for name in COLUMNS[:-2]]), len(cuts))
+    found = np.empty((len(COLUMNS), len(starts)))
+    found[:-2] = np.add.reduceat(summed, starts, axis=1)
+    found[-2] = np.maximum.reduceat(np.tile(way.passing_bytes, len(cuts)), starts)
+    found[-1] = np.repeat(first + counts, counts) - np.arange(len(starts))
+    return found, first
+
+
+def _tells(stages: Array, first: Ints) -> NDArray[np.bool_]:
+    """Which stages are not outdone by the first one of their cut, or by one that is the largest of it in something."""
+    sizes = np.diff([*first, stages.shape[1]])
+    cut = np.repeat(np.arange(len(first)), sizes)
+    found = np.ones(stages.shape[1], dtype=np.bool_)
+    best = [first]
+    for column in (stages[1], stages[2], stages[4]):
+        hits = np.flatnonzero(column == np.maximum.reduceat(column, first)[cut])
+        best.append(hits[np.searchsorted(cut[hits], np.arange(len(first)))])
+    for one in best:
+        beaten = (stages[:, one][:, cut] >= stages).all(axis=0)
+        beaten[one] = False
+        found &= ~beaten
+    return found
 
 
 def _no_better(stages: Array, than: Array) -> bool:
     """Whether every stage of `than` has one among `stages` that is at least as large in everything."""
-    larger = np.all(stages[None, :, :] >= than[:, None, :] * (1 - 1e-12), axis=2)
-    return bool(np.all(np.any(larger, axis=1)))
+    larger = (stages[:, None, :] >= than[:, :, None] * NEARLY).all(axis=0)
+    return bool(larger.any(axis=1).all())
 
 
 def even_cuts(seconds: Array) -> list[tuple[int, ...]]:
@@ -111,17 +191,19 @@ def even_cuts(seconds: Array) -> list[tuple[int, ...]]:
     fastest. Exact: the min-max recursion, O(layers^3) in arrays."""
     layers = len(seconds)
     sums = np.concatenate(([0.0], np.cumsum(seconds)))
-    run = sums[None, :] - sums[:, None]
-    run[np.tril_indices(layers + 1)] = np.inf  # [start, stop]: an empty run is none
-    best, chosen = run[0], []
-    found: list[tuple[int, ...]] = [(0, layers)]
-    for stages in range(2, layers + 1):
-        slowest = np.maximum(best[:, None], run)
-        starts = slowest.argmin(axis=0)
-        best = slowest[starts, np.arange(layers + 1)]
-        chosen.append(starts)
-        bounds = [layers]
-        for back in range(stages - 2, -1, -1):
-            bounds.append(int(chosen[back][bounds[-1]]))
-        found.append((0, *reversed(bounds)))
-    return found
+    run = sums[:, None] - sums[None, :]  # [stop, start]
+    run[np.triu_indices(layers + 1)] = np.inf  # an empty run is none
+    best = run[:, 0].copy()
+    chosen = np.zeros((layers + 1, layers + 1), dtype=np.int64)
+    for stages in range(2, layers + 1):  # the last of so many stages starts behind as many layers less one
+        slowest = np.maximum(best[stages - 1 : layers], run[stages:, stages - 1 : layers])
+        starts = slowest.argmin(axis=1)
+        best[stages:] = slowest[np.arange(len(starts)), starts]
+        best[stages - 1] = np.inf
+        chosen[stages, stages:] = starts + stages - 1
+    at = np.full(layers + 1, layers)
+    bounds = np.zeros((layers + 1, layers + 1), dtype=np.int64)
+    for stages in range(layers, 1, -1):  # of all cuts with at least so many stages, where that one starts
+        at[stages:] = chosen[stages, at[stages:]]
+        bounds[stages:, stages - 1] = at[stages:]
+    return [(*bounds[stages, :stages].tolist(), layers) for stages in range(1, layers + 1)]

@@ -21,12 +21,8 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.plan.bounds import Ints
-from pipefit.plan.modules.loads import fullest_loads
 from pipefit.plan.modules.options import UNBOUNDED, Options
 from pipefit.plan.modules.profile import ModuleProfile, Way
-
-Loads = dict[tuple[str, int, int], tuple[float, float]]
-"""(module, microbatches, replicas) -> `fullest_loads`, as far as they are known."""
 
 AHEAD = 1
 """Units that a lane has ready before the pipeline begins with them."""
@@ -55,11 +51,9 @@ class Sharing:
         microbatches: int,
         samples: int,
         limit_bytes: float,
-        loads: Loads,
     ) -> None:
         self.backbone, self.guests = backbone, tuple(guests)
         self.microbatches, self.samples, self.limit_bytes = microbatches, samples, limit_bytes
-        self._loads = loads
 
     def least(self, options: Options) -> Options:
         """Less than any layout with guests: each as fast as its fastest way could be, its samples dealt out evenly.
@@ -138,18 +132,11 @@ class Sharing:
             fits &= replicas == fixed
         return np.maximum(replicas, 1), fits
 
-    def load(self, profile: ModuleProfile, replicas: int) -> tuple[float, float]:
-        """What the fullest replica of a microbatch gets: on average, and at most."""
-        key = (profile.name, self.microbatches, replicas)
-        if key not in self._loads:
-            self._loads[key] = fullest_loads(profile.weights, self.microbatches, replicas, self.samples)
-        return self._loads[key]
-
     def loads(self, profile: ModuleProfile, replicas: Ints) -> tuple[Array, Array]:
-        """The same of many counts of replicas."""
+        """What the fullest replica of a microbatch gets, for each of these counts: on average, and at most."""
         distinct, place = np.unique(replicas, return_inverse=True)
-        each = np.array([self.load(profile, int(count)) for count in distinct]).reshape(-1, 2)[place]
-        return each[:, 0], each[:, 1]
+        mean, most = profile.dealer.loads(self.microbatches, distinct, self.samples)
+        return mean[place], most[place]
 
 
 class _Held:
@@ -157,18 +144,14 @@ class _Held:
 
     def __init__(self, sharing: Sharing, options: Options) -> None:
         self.sharing, self.options = sharing, options
-        self.flat = np.repeat(np.arange(options.size), options.stages)
-        "The layout of every stage of all of them."
-        self.starts = np.concatenate(([0], np.cumsum(options.stages)[:-1])).astype(np.int64)
-        names = ("static_bytes", "state_bytes", "passing_bytes", "saved_bytes", "behind")
-        columns = {name: np.zeros(len(self.flat)) for name in names}
-        for index, way in enumerate(sharing.backbone.ways):
-            cuts, own = way.cuts, options.way[self.flat] == index
-            if own.any():
-                place = np.arange(len(self.flat)) - self.starts[self.flat]
-                stages = (cuts.first[options.row[self.flat[own]]] + place[own]).astype(np.int64)
-                for name, column in columns.items():
-                    column[own] = getattr(cuts, name)[stages]
+        cuts = sharing.backbone.cuts
+        cut = cuts.start[options.way] + options.row
+        sizes = cuts.sizes[cut]
+        self.flat = np.repeat(np.arange(options.size), sizes)
+        "The layout of every stage that tells of all of them."
+        self.starts = np.cumsum(sizes) - sizes
+        stage = np.arange(len(self.flat)) + np.repeat(cuts.first[cut] - self.starts, sizes)
+        columns = {name: column[stage] for name, column in cuts.stages.items()}
         most = sharing.loads(sharing.backbone, options.replicas)[1][self.flat]
         self.kept = columns["static_bytes"] + columns["state_bytes"] / options.replicas[self.flat]
         self.kept += sharing.backbone.workspace_bytes + most * columns["passing_bytes"]
