@@ -3,9 +3,12 @@
 Sections, each of which can be measured again by `--only` beside the others of a result that stands:
 
 - `closed`: modules of the sizes of DistTrain's MLLM-9B, 15B and 72B (ViT-Huge, a Llama, a generator of 1.0 B; arXiv
-  2408.04275, section 7) on clusters of up to 1,296 devices with 8 in a host, divided by the closed form alone. Costs
-  are counted from parameters and tokens: 2 FLOPs a parameter and token forward, twice that backward where weights
-  are trained, at the stated efficiency for every count of shards. Samples differ in their images: lognormal.
+  2408.04275, section 7) on clusters of up to 1,296 devices with 8 in a host, laid out by the closed form alone, as the
+  planner does it: every choice of modules that share devices, and layouts in line. Costs are counted from parameters
+  and tokens: 2 FLOPs a parameter and token forward, twice that backward where weights are trained, at the stated
+  efficiency for every count of shards. Samples differ in their images: lognormal. `planning_s` is everything that the
+  short list takes, `parts_s` what parts of it take: `orchestrate` all choices of who shares, `inline` layouts in line;
+  `disjoint` would be every module on devices of its own alone.
 - `plans`: whole plans of pipefit's built-in models of these sizes on 1,172 and 1,296 devices of A100-80, captured
   (needs torch), simulated, on costs from data sheets.
 - `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
@@ -21,7 +24,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,8 @@ import numpy as np
 
 from multimodal_order import SETTINGS, simulated_gains
 from pipefit.cluster import Cluster
-from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, orchestrate
+from pipefit.plan.modules.inline import inline_layouts
+from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, can_share, orchestrate
 from pipefit.plan.modules.profile import ModuleProfile, Way
 from pipefit.units import format_seconds
 from provenance import provenance, write_result
@@ -75,6 +80,9 @@ IMAGE_SIDE = 32
 
 BATCH = {112: 240, 324: 480, 648: 960, 1172: 1920, 1296: 1920}
 FROZEN = {"trained": (), "vision frozen": ("vision",), "all but language frozen": ("vision", "generator")}
+TOP = 60
+"""Layouts on the short list, as the planner's (`plan/modules/find.py`)."""
+
 SAVED_VALUES = 34
 """Values of the width that a layer keeps for each token (Korthikanti et al. 2022, without attention's square)."""
 
@@ -167,29 +175,61 @@ SECTIONS: dict[str, Callable[[bool], Rows]] = {
 def measure(
     language: str, devices: int, batch: int, frozen: tuple[str, ...], sigma: float, repeat: int
 ) -> dict[str, Any]:
-    """The best layout of one case, and how long it takes to find, profiles' cuts of layers included."""
-    seconds, processor_s = [], []
+    """The best layouts of one case, and how long they take to find, profiles' cuts of layers included: medians."""
+    seconds: dict[str, list[float]] = {"orchestrate": [], "inline": [], "disjoint": [], "planning": []}
+    processor_s: dict[str, list[float]] = {"orchestrate": [], "planning": []}
     for _ in range(repeat):
-        profiles = profiles_of(language, batch, frozen, sigma)
+        profiles, limits = profiles_of(language, batch, frozen, sigma), (devices, batch, MEMORY_BYTES)
+        passes = [np.ones((len(one.ways), len(two.ways)), dtype=np.bool_) for one, two in pairwise(profiles)]
         began, began_cpu = time.perf_counter(), time.process_time()
-        found = orchestrate(profiles, devices, batch, MEMORY_BYTES)
-        seconds.append(time.perf_counter() - began)
-        processor_s.append(time.process_time() - began_cpu)
+        found = orchestrate(profiles, *limits, top=TOP, passes=passes, sharing=choices(profiles))
+        between, between_cpu = time.perf_counter(), time.process_time()
+        inline = inline_layouts(profiles, *limits, passes=passes)
+        ended, ended_cpu = time.perf_counter(), time.process_time()
+        again = profiles_of(language, batch, frozen, sigma)
+        began_alone = time.perf_counter()
+        orchestrate(again, *limits, top=TOP, passes=passes)
+        seconds["disjoint"].append(time.perf_counter() - began_alone)
+        seconds["orchestrate"].append(between - began)
+        seconds["inline"].append(ended - between)
+        seconds["planning"].append(ended - began)
+        processor_s["orchestrate"].append(between_cpu - began_cpu)
+        processor_s["planning"].append(ended_cpu - began_cpu)
+    median, median_cpu = (
+        {name: sorted(own)[len(own) // 2] for name, own in each.items()} for each in (seconds, processor_s)
+    )
     return {
         "devices": devices,
         "batch": batch,
         "sigma": sigma,
-        "planning_s": sorted(seconds)[len(seconds) // 2],
-        "planning_processor_s": sorted(processor_s)[len(processor_s) // 2],
-        **described(found),
+        "planning_s": median["planning"],
+        "planning_processor_s": median_cpu["planning"],
+        "orchestrate_processor_s": median_cpu["orchestrate"],
+        "parts_s": {name: median[name] for name in ("orchestrate", "inline", "disjoint")},
+        "layouts_of_modules": found.considered + inline.considered,
+        "combined": found.combined + inline.combined,
+        "best": best_of_each(found, inline),
     }
 
 
-def described(found: Orchestration) -> dict[str, Any]:
-    best: Arrangement = found.best[0]
+def choices(profiles: Sequence[ModuleProfile]) -> list[frozenset[str]]:
+    """Who may share the devices of the language model."""
+    able = sorted(can_share(profiles))
+    return [frozenset(names) for size in range(len(able) + 1) for names in combinations(able, size)]
+
+
+def best_of_each(found: Orchestration, inline: Orchestration) -> dict[str, dict[str, Any]]:
+    """The best layout of every way of placing modules, the fastest first."""
+    first: dict[str, Arrangement] = {}
+    for one in sorted((*found.best, *inline.best), key=lambda one: one.step_s):
+        shared = " and ".join(sorted(one.guests))
+        name = f"{shared} shared" if shared else "inline" if one.inline else "disjoint"
+        first.setdefault(name, one)
+    return {name: described(one) for name, one in first.items()}
+
+
+def described(best: Arrangement) -> dict[str, Any]:
     return {
-        "layouts_of_modules": found.considered,
-        "combined": found.combined,
         "step_s": best.step_s,
         "microbatches": best.microbatches,
         "devices_used": best.devices,
@@ -200,6 +240,7 @@ def described(found: Orchestration) -> dict[str, Any]:
                 "stages": one.stages,
                 "shards": one.shards,
                 "recompute": one.recompute,
+                "placement": "shared" if one.shared else "inline" if one.inline else "disjoint",
             }
             for one in best.modules
         },
@@ -296,16 +337,15 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'model':9} {'training':24} {'devices':>7} {'planning':>9} {'step':>9}  devices: replicas x stages x shards"
-    )
+    """The best layout of every case; of modules replicas x stages x shards, those of a lane where they share it."""
+    print(f"{'model':9} {'training':24} {'devices':>7} {'planning':>9} {'step':>9}  layout")
     for row in rows:
+        name, best = next(iter(row["best"].items()))
         each = ", ".join(
-            f"{name} {one['devices']}: {one['replicas']} x {one['stages']} x {one['shards']}"
-            for name, one in row["modules"].items()
+            f"{module} {one['replicas']} x {one['stages']} x {one['shards']}" for module, one in best["modules"].items()
         )
-        planning, step = format_seconds(row["planning_s"]), format_seconds(row["step_s"])
-        print(f"{row['model']:9} {row['training']:24} {row['devices']:>7} {planning:>9} {step:>9}  {each}")
+        planning, step = format_seconds(row["planning_s"]), format_seconds(best["step_s"])
+        print(f"{row['model']:9} {row['training']:24} {row['devices']:>7} {planning:>9} {step:>9}  {name}: {each}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ import numpy as np
 from pipefit.cost.types import Array
 from pipefit.plan.bounds import Ints
 
+KNOWN = 1 << 22
+"""Values of filled bins that are remembered at most: 32 MiB."""
+
 
 class Dealer:
     """Deals out the samples of a global batch; what it did for one count of bins it knows for the next time.
@@ -24,7 +27,7 @@ class Dealer:
 
     def __init__(self, weights: Array) -> None:
         self.heaviest_first: Array = -np.sort(-weights, axis=1)
-        self._bins: dict[tuple[int, int], Array] = {}
+        self._bins: dict[tuple[int, int], tuple[Array, float]] = {}
         self._loads: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def loads(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
@@ -38,21 +41,25 @@ class Dealer:
         if key not in self._loads:
             each = ceil(samples / replicas)
             if self.heaviest_first.shape[1]:
-                fullest = self._filled(microbatches * replicas, each)[:, replicas - 1 :: replicas]
-                self._loads[key] = float(fullest.mean()), float(fullest[:, -1].max())
+                filled, most = self._filled(microbatches * replicas, each)
+                fullest = filled[:, replicas - 1 :: replicas]
+                self._loads[key] = float(np.add.reduce(fullest, axis=None)) / fullest.size, most
             else:
                 self._loads[key] = float(each), float(each)
         return self._loads[key]
 
-    def _filled(self, bins: int, each: int) -> Array:
-        """[sampled batch, bin] with `each` samples in every bin, the emptiest first."""
+    def _filled(self, bins: int, each: int) -> tuple[Array, float]:
+        """([sampled batch, bin] with `each` samples in every bin, the emptiest first; the fullest of all)."""
         if (bins, each) not in self._bins:
+            if len(self._bins) * self.heaviest_first.size > KNOWN:
+                self._bins.clear()
             batches, samples = self.heaviest_first.shape
-            dealt = np.zeros((batches, each * bins))
-            dealt[:, :samples] = self.heaviest_first
-            dealt = dealt.reshape(batches, each, bins)
+            row = np.zeros((batches, each * bins))
+            row[:, :samples] = self.heaviest_first
+            dealt = row.reshape(batches, each, bins)
             filled = dealt[:, ::2].sum(axis=1) + dealt[:, 1::2, ::-1].sum(axis=1)
-            self._bins[bins, each] = np.sort(filled, axis=1)
+            filled.sort(axis=1)
+            self._bins[bins, each] = filled, float(filled[:, -1].max())
         return self._bins[bins, each]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -19,11 +20,21 @@ UNBOUNDED = 1 << 30
 FEW = 8
 """Replicas up to which every count of them is considered."""
 
-COMPARED = 1500
+COMPARED = 512
 """Layouts that are compared with each other at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The least of everything that any of some layouts has."""
+
+    through_s: float
+    slowest_s: float
+    reduce_s: float
+    devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Layouts of one module; arrays with an entry for each."""
 
@@ -44,18 +55,21 @@ class Options:
     beside: Ints
     "[layout, guest]: the ways of the modules that share its devices (`sharing.py`)."
 
-    @staticmethod
-    def joined(found: Sequence[Options]) -> Options:
-        """All of them, one after the other."""
-        return Options(**{name: np.concatenate([getattr(one, name) for one in found]) for name in Options.__slots__})
-
     @property
     def size(self) -> int:
         return len(self.devices)
 
+    @cached_property
+    def best(self) -> Best:
+        """Of layouts, of which there must be one."""
+        through_s, slowest_s, reduce_s = (float(one.min()) for one in (self.through_s, self.slowest_s, self.reduce_s))
+        return Best(through_s, slowest_s, reduce_s, int(self.devices.min()))
+
     def only(self, index: NDArray[np.bool_] | Ints) -> Options:
         """These of them."""
-        return Options(**{name: getattr(self, name)[index] for name in self.__slots__})
+        if index.dtype == np.bool_:
+            index = np.flatnonzero(index)
+        return Options(**{one.name: getattr(self, one.name)[index] for one in fields(self)})
 
 
 def replica_counts(samples: int, devices: int) -> list[int]:
@@ -91,7 +105,8 @@ def options_of(
     order = np.argsort(cuts.way[cut].astype(np.uint16), kind="stable")  # one way after the other
     index, cut = index[order], cut[order]
     slowest_s = cuts.most(stages["fixed_s"] + mean * stages["sample_s"]) + profile.overhead_s
-    through_s = cuts.whole_fixed_s + mean * cuts.whole_sample_s + cuts.counts * profile.overhead_s
+    whole = profile.whole
+    through_s = whole.fixed_s[cuts.way] + mean * whole.sample_s[cuts.way] + cuts.counts * profile.overhead_s
     reduce_s = 2.0 * part * profile.reduce_s_per_byte * cuts.most_gradient_bytes
     return Options(
         devices=used[index, cut],
@@ -140,13 +155,12 @@ def unbeaten(options: Options, ways_differ: bool = False) -> Options:
     order = np.lexsort(keys)
     options = options.only(order)
     kept = np.ones(options.size, dtype=np.bool_)
-    for start in range(0, options.size, COMPARED):  # whoever beats another stands before it, or within its block
+    for start in range(0, options.size, COMPARED):  # whoever beats another stands before it, with no more devices
         own = np.arange(start, min(start + COMPARED, options.size))
         before = np.concatenate((np.flatnonzero(kept[:start]), own))
         a, b = options.only(before), options.only(own)
         beaten = (
-            (a.devices[:, None] <= b.devices)
-            & (a.stages[:, None] <= b.stages)
+            (a.stages[:, None] <= b.stages)
             & (a.slowest_s[:, None] <= b.slowest_s)
             & (a.through_s[:, None] <= b.through_s)
             & (a.reduce_s[:, None] <= b.reduce_s)

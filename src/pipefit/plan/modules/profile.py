@@ -80,9 +80,33 @@ class ModuleProfile:
         return AllCuts(self.ways)
 
     @cached_property
+    def whole(self) -> Whole:
+        """What each way comes to over all layers."""
+        return Whole(self.ways)
+
+    @cached_property
+    def mean(self) -> float:
+        """What a sample costs on average."""
+        return float(self.weights.mean()) if self.weights.size else 1.0
+
+    @cached_property
     def dealer(self) -> Dealer:
         """Deals out the samples."""
         return Dealer(self.weights)
+
+
+class Whole:
+    """Sums over all layers, with an entry for each way; of what they need in passing, the most."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self.shards: Ints = np.array([way.shards for way in ways], dtype=np.int64)
+        self.fixed_s: Array = np.array([way.fixed_s.sum() for way in ways])
+        self.sample_s: Array = np.array([way.sample_s.sum() for way in ways])
+        self.static_bytes: Array = np.array([way.static_bytes.sum() for way in ways])
+        self.state_bytes: Array = np.array([way.state_bytes.sum() for way in ways])
+        self.saved_bytes: Array = np.array([way.saved_bytes.sum() for way in ways])
+        self.passing_bytes: Array = np.array([way.passing_bytes.max() for way in ways])
+        self.gradient_bytes: Array = np.array([way.gradient_bytes.sum() for way in ways])
 
 
 class AllCuts:
@@ -99,8 +123,6 @@ class AllCuts:
         self.shards: Ints = np.repeat([way.shards for way in ways], sizes)
         self.counts: Ints = np.concatenate([cuts.counts for cuts in each])
         "Stages."
-        self.whole_fixed_s: Array = np.repeat([cuts.whole_fixed_s for cuts in each], sizes)
-        self.whole_sample_s: Array = np.repeat([cuts.whole_sample_s for cuts in each], sizes)
         self.sizes: Ints = np.concatenate([cuts.sizes for cuts in each])
         self.first: Ints = np.cumsum(self.sizes) - self.sizes
         self.stages: dict[str, Array] = dict(
@@ -135,10 +157,10 @@ class StageCuts:
         tells = _tells(stages, first)
         own = np.split(stages[:, tells], np.cumsum(np.add.reduceat(tells, first))[:-1], axis=1)
         largest = np.maximum.reduceat(stages, first, axis=1)
-        may_be_worse = (largest[:, :, None] >= largest[:, None, :] * NEARLY).all(axis=0).tolist()
+        may_be_worse = np.logical_and.reduce(largest[:, :, None] >= largest[:, None, :] * NEARLY)
         kept: list[int] = []
         for index, each in enumerate(own):
-            others = (other for other in kept[: -1 - COMPARED : -1] if may_be_worse[index][other])
+            others = (other for other in kept[: -1 - COMPARED : -1] if may_be_worse[index, other])
             if not any(_no_better(each, own[other]) for other in others):
                 kept.append(index)
         self.bounds = tuple(cuts[index] for index in kept)
@@ -147,7 +169,6 @@ class StageCuts:
         self.first: Ints = np.cumsum([0, *self.sizes[:-1]])
         self.stages: Array = np.concatenate([own[index] for index in kept], axis=1)
         "[COLUMNS, stage]"
-        self.whole_fixed_s, self.whole_sample_s = float(way.fixed_s.sum()), float(way.sample_s.sum())
 
 
 def _stages(way: Way, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
@@ -165,16 +186,19 @@ def _stages(way: Way, cuts: Sequence[tuple[int, ...]]) -> tuple[Array, Ints]:
 
 
 def _tells(stages: Array, first: Ints) -> NDArray[np.bool_]:
-    """Which stages are not outdone by the first one of their cut, or by one that is the largest of it in something."""
+    """Which stages are not outdone by the first one of their cut, or by one that is the largest of it in something, or
+    the slowest of those between the first and the last one, whose layers are most often alike."""
     sizes = np.diff([*first, stages.shape[1]])
     cut = np.repeat(np.arange(len(first)), sizes)
     found = np.ones(stages.shape[1], dtype=np.bool_)
+    between = stages[1].copy()
+    between[first] = between[first + sizes - 1] = -1.0
     best = [first]
-    for column in (stages[1], stages[2], stages[4]):
+    for column in (stages[1], stages[2], stages[4], between):
         hits = np.flatnonzero(column == np.maximum.reduceat(column, first)[cut])
         best.append(hits[np.searchsorted(cut[hits], np.arange(len(first)))])
     for one in best:
-        beaten = (stages[:, one][:, cut] >= stages).all(axis=0)
+        beaten = np.logical_and.reduce(stages[:, one][:, cut] >= stages)
         beaten[one] = False
         found &= ~beaten
     return found
@@ -182,8 +206,8 @@ def _tells(stages: Array, first: Ints) -> NDArray[np.bool_]:
 
 def _no_better(stages: Array, than: Array) -> bool:
     """Whether every stage of `than` has one among `stages` that is at least as large in everything."""
-    larger = (stages[:, None, :] >= than[:, :, None] * NEARLY).all(axis=0)
-    return bool(larger.any(axis=1).all())
+    larger = np.logical_and.reduce(stages[:, None, :] >= than[:, :, None] * NEARLY)
+    return bool(np.logical_or.reduce(larger, axis=1).all())
 
 
 def even_cuts(seconds: Array) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipefit.cost.types import Array
 from pipefit.plan.bounds import Ints
 from pipefit.plan.modules.options import UNBOUNDED, Options
-from pipefit.plan.modules.profile import ModuleProfile, Way
+from pipefit.plan.modules.profile import ModuleProfile
 
 AHEAD = 1
 """Units that a lane has ready before the pipeline begins with them."""
@@ -57,45 +57,39 @@ class Sharing:
 
     def least(self, options: Options) -> Options:
         """Less than any layout with guests: each as fast as its fastest way could be, its samples dealt out evenly.
-        Only layouts of the backbone with a unit for every lane."""
-        options = options.only(options.stages <= self.microbatches)
-        units, each = np.ones(options.size), np.zeros((0, options.size))
-        able = np.ones(options.size, dtype=np.bool_)
-        for guest in self.guests:
-            weights = guest.profile.weights
-            mean = float(weights.mean()) if weights.size else 1.0
-            ways = []
-            for way in guest.profile.ways:
-                replicas, fits = self.replicas(options, way, guest.fixed)
-                seconds = way.fixed_s.sum() + mean * self.samples / replicas * way.sample_s.sum()
-                ways.append(np.where(fits, seconds + guest.profile.overhead_s, np.inf))
-            own = np.min(ways, axis=0)
-            able &= np.isfinite(own)
-            each = np.vstack((each, np.where(np.isfinite(own), own, 0.0)))
-        units = np.ceil(self.microbatches / options.stages)
-        return self._joined(options, each, units, options.reduce_s).only(able)
+        Only layouts of the backbone with a unit for every lane; `beside` says which one of `options` each is."""
+        number = np.flatnonzero(options.stages <= self.microbatches)
+        options = replace(options.only(number), beside=number[:, None])
+        sizes, size = distinct(options.devices // options.stages)
+        each = np.zeros((len(self.guests), options.size))
+        for place, guest in enumerate(self.guests):
+            profile, whole = guest.profile, guest.profile.whole
+            replicas, fits = self.replicas(guest, sizes)
+            seconds = whole.fixed_s[:, None] + profile.mean * self.samples / replicas * whole.sample_s[:, None]
+            each[place] = np.where(fits, seconds + profile.overhead_s, np.inf).min(axis=0)[size]
+        able = np.flatnonzero(np.isfinite(each).all(axis=0))
+        options = options.only(able)
+        return self._joined(options, each[:, able], options.reduce_s)
 
     def expanded(self, options: Options) -> Options:
         """Every way of every guest with these layouts of the backbone; the room of the layouts is not worked out."""
-        each = np.zeros((0, options.size))
-        for place, guest in enumerate(self.guests):
-            found, seconds = [], []
-            for index, way in enumerate(guest.profile.ways):
-                replicas, fits = self.replicas(options, way, guest.fixed)
-                if guest.passes is not None:
-                    fits &= guest.passes[index][options.way]
-                own, counts = options.only(fits), replicas[fits]
-                beside = own.beside.copy()
-                beside[:, place] = index
-                mean, _ = self.loads(guest.profile, counts)
-                own_s = way.fixed_s.sum() + mean * way.sample_s.sum() + guest.profile.overhead_s
-                over = 1.0 - 1.0 / (counts * own.stages)
-                reduce_s = 2.0 * over * guest.profile.reduce_s_per_byte * way.gradient_bytes.sum()
-                found.append(replace(own, beside=beside, reduce_s=own.reduce_s + reduce_s))
-                seconds.append(np.vstack((each[:, fits], own_s)))
-            options = Options.joined(found)
-            each = np.hstack(seconds)
-        return self._joined(options, each, np.ceil(self.microbatches / options.stages), options.reduce_s)
+        lane, reduce_s, index = options.devices // options.stages, options.reduce_s, np.arange(options.size)
+        each, beside = np.zeros((0, options.size)), np.zeros((options.size, 0), dtype=np.int64)
+        for guest in self.guests:
+            profile, whole = guest.profile, guest.profile.whole
+            sizes, size = distinct(lane[index])
+            replicas, fits = self.replicas(guest, sizes)
+            goes = fits[:, size]
+            if guest.passes is not None:
+                goes &= guest.passes[:, options.way[index]]
+            way, before = np.nonzero(goes)
+            counts, index = replicas[way, size[before]], index[before]
+            own_s = whole.fixed_s[way] + self.loads(profile, counts)[0] * whole.sample_s[way] + profile.overhead_s
+            over = 1.0 - 1.0 / (counts * options.stages[index])
+            reduce_s = reduce_s[before] + 2.0 * over * profile.reduce_s_per_byte * whole.gradient_bytes[way]
+            each = np.vstack((each[:, before], own_s))
+            beside = np.hstack((beside[before], way[:, None]))
+        return self._joined(replace(options.only(index), beside=beside), each, reduce_s)
 
     def fitting(self, options: Options, behind: int) -> Options:
         """Those that fit, with their room: up to so many stages of other modules `behind` the backbone."""
@@ -110,10 +104,10 @@ class Sharing:
         room[left] = UNBOUNDED
         return replace(options, room=room).only(room >= 0)
 
-    def _joined(self, options: Options, each_s: Array, units: Array, reduce_s: Array) -> Options:
+    def _joined(self, options: Options, each_s: Array, reduce_s: Array) -> Options:
         """The times of the backbone's layouts with those of one unit of each guest, [guest, layout]."""
         first_s = each_s.sum(axis=0)
-        others_s = first_s * (units - 1.0)
+        others_s = first_s * (np.ceil(self.microbatches / options.stages) - 1.0)
         idle_s = np.maximum(0.0, options.through_s - options.slowest_s)
         more_s = np.maximum(0.0, others_s - idle_s) / max(1, self.microbatches - 1)
         return replace(
@@ -123,20 +117,27 @@ class Sharing:
             reduce_s=reduce_s,
         )
 
-    def replicas(self, options: Options, way: Way, fixed: int = 0) -> tuple[Ints, NDArray[np.bool_]]:
-        """(replicas of a guest on each lane, whether that can be): whole shard groups, a sample for each replica."""
-        devices = options.devices // options.stages
-        replicas = devices // way.shards
-        fits = (replicas * way.shards == devices) & (replicas <= self.samples)
-        if fixed:
-            fits &= replicas == fixed
+    def replicas(self, guest: Guest, devices: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """[way, lane] of a guest on lanes of so many devices: (its replicas, whether that can be): whole shard groups,
+        a sample for each replica."""
+        shards = guest.profile.whole.shards[:, None]
+        replicas = devices // shards
+        fits = (replicas * shards == devices) & (replicas <= self.samples)
+        if guest.fixed:
+            fits &= replicas == guest.fixed
         return np.maximum(replicas, 1), fits
 
     def loads(self, profile: ModuleProfile, replicas: Ints) -> tuple[Array, Array]:
         """What the fullest replica of a microbatch gets, for each of these counts: on average, and at most."""
-        distinct, place = np.unique(replicas, return_inverse=True)
-        mean, most = profile.dealer.loads(self.microbatches, distinct, self.samples)
+        counts, place = distinct(replicas)
+        mean, most = profile.dealer.loads(self.microbatches, counts, self.samples)
         return mean[place], most[place]
+
+
+def distinct(numbers: Ints) -> tuple[Ints, Ints]:
+    """(those that there are, which of them each is), of numbers that are not large."""
+    there = np.bincount(numbers) > 0
+    return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
 class _Held:
@@ -160,18 +161,12 @@ class _Held:
 
     def _guest(self, place: int, guest: Guest) -> tuple[bool, Array, Array, Array]:
         """(whether it feeds the backbone, what it always holds, what a unit keeps, seconds of a unit), by layout."""
-        options, sharing = self.options, self.sharing
-        always, unit, seconds = (np.zeros(options.size) for _ in range(3))
-        for index, way in enumerate(guest.profile.ways):
-            own = np.flatnonzero(options.beside[:, place] == index)
-            if not len(own):
-                continue
-            replicas, _ = sharing.replicas(options.only(own), way)
-            mean, most = sharing.loads(guest.profile, replicas)
-            always[own] = way.static_bytes.sum() + way.state_bytes.sum() / replicas + most * way.passing_bytes.max()
-            unit[own] = most * way.saved_bytes.sum()
-            seconds[own] = way.fixed_s.sum() + mean * way.sample_s.sum() + guest.profile.overhead_s
-        return guest.feeds, always, unit, seconds
+        options, sharing, profile, way = self.options, self.sharing, guest.profile, self.options.beside[:, place]
+        whole, replicas = profile.whole, options.devices // options.stages // profile.whole.shards[way]
+        mean, most = sharing.loads(profile, replicas)
+        always = whole.static_bytes[way] + whole.state_bytes[way] / replicas + most * whole.passing_bytes[way]
+        seconds = whole.fixed_s[way] + mean * whole.sample_s[way] + profile.overhead_s
+        return guest.feeds, always, most * whole.saved_bytes[way], seconds
 
     def fits(self, behind: int) -> NDArray[np.bool_]:
         """Which layouts fit with so many stages of other modules behind the backbone."""
