@@ -7,7 +7,6 @@ Supports what our types use: dataclasses, tuples, mappings with string keys, opt
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import types
@@ -17,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipefit.errors import FormatError, PipefitError
+from pipefit.errors import FormatError, PipefitError, most_like
 
 T = TypeVar("T")
 
@@ -133,7 +132,7 @@ def _build_dataclass(kind: type, data: Any, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in data:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
+            near = most_like(name, fields)
             hint = f"did you mean {near[0]!r}?" if near else None
             raise FormatError(
                 f"Unknown field {name!r}.", where=where, seen=name, allowed=", ".join(fields), next_step=hint

@@ -6,6 +6,8 @@ own is an `assert`, never a `PipefitError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PipefitError(ValueError):
     """A mistake in the user's input, or a fact about the user's machines, told so that it can be mended.
@@ -90,3 +92,10 @@ class RunError(PipefitError):
 
 class LabError(PipefitError):
     """An emulated cluster that cannot be made on this machine, or that did not keep to what it emulates."""
+
+
+def most_like(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that is most like this one; none if nothing is like it."""
+    import difflib
+
+    return difflib.get_close_matches(name, list(known), n=1)

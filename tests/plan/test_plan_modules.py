@@ -72,7 +72,9 @@ def test_frozen_modules_have_no_backward_and_need_less() -> None:
     words = frozen.order.lanes[0].split()
     assert "0F3" in words and not {"0B0", "0I0", "0W0", "0REDUCE"} & {*words}
     assert trained.prediction is not None and frozen.prediction is not None
-    assert frozen.prediction.step_s < trained.prediction.step_s
+    assert frozen.prediction.step_s <= trained.prediction.step_s, "the language model may be what both wait for"
+    encoders = [sum(one.busy_s for one in plan.prediction.lanes[:1]) for plan in (frozen, trained)]
+    assert encoders[0] < 0.7 * encoders[1]
     assert frozen.prediction.flops_per_step < trained.prediction.flops_per_step
     share = [int(plan.decisions["vision.devices"]) / len(plan.devices) for plan in (trained, frozen)]
     assert share[1] <= share[0]

@@ -7,11 +7,10 @@ large matrix products reach) and `overhead_s` are our assumptions until they are
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from pipefit.cluster.types import DeviceKind, Link, Provenance
-from pipefit.errors import ClusterError
+from pipefit.errors import ClusterError, most_like
 
 GB = 10**9
 TERA = 1e12
@@ -63,7 +62,7 @@ def data_sheet_kind(name: str) -> tuple[DeviceKind, Link]:
     """The device kind of that name and the link between two of them in one host. Raises ClusterError for others."""
     known = {key.lower(): key for key in SHEETS} | {key.lower(): value for key, value in ALIASES.items()}
     if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
+        near = most_like(name.lower(), known)
         raise ClusterError(
             f"No data sheet is known for the device {name!r}.",
             seen=name,

@@ -6,7 +6,6 @@ A source is a built-in name (`BUILTINS`), a directory with a Hugging Face config
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit import codec
-from pipefit.errors import FormatError, ModelError
+from pipefit.errors import FormatError, ModelError, most_like
 from pipefit.model.configs import FAMILIES
 from pipefit.model.graph import Model
 from pipefit.model.layers import USER, build_layers, typed_config
@@ -67,7 +66,7 @@ def resolve(source: str) -> Described:
         if "graphs" in data and "modules" in data:
             return Described(source, str(data.get("family", USER)), data.get("config", {}))
         return describe(_with_parts(data, path.parent), source, where=source)
-    near = difflib.get_close_matches(source, builtin_names(), n=1)
+    near = most_like(source, builtin_names())
     raise ModelError(
         "The model is not known.",
         where="--model",

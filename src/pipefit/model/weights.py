@@ -6,14 +6,13 @@ A parameter of ours may be several tensors of the files (one per expert) or stan
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, most_like
 from pipefit.model.configs import Stored
 from pipefit.model.layers import USER, typed_config
 
@@ -94,7 +93,7 @@ class WeightFiles:
     def _part(self, block: Stored, name: str, shape: Sequence[int], box: Box) -> Tensor:
         spelled = self._find(block.name)
         if spelled is None:
-            near = difflib.get_close_matches(block.name, self._where, n=1)
+            near = most_like(block.name, self._where)
             raise ModelError(
                 f"The weights lack the tensor {block.name!r}" + (f" (part of {name})." if block.name != name else "."),
                 where=str(self.source),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipefit.errors import PlanError
+from pipefit.errors import PlanError, most_like
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.schedule.families import FAMILIES
@@ -114,7 +113,7 @@ def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
         name = name.strip()
         key = name.rpartition(".")[2]  # `vision.replicas`: of one module
         if not separator or key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
+            near = most_like(key, KEYS)
             raise PlanError(
                 f"There is nothing called {name!r} to fix." if separator else "A fix is written KEY=VALUE.",
                 where="--fix",

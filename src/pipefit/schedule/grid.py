@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import groupby
 
 from pipefit.cost.types import CostTable
@@ -148,6 +147,8 @@ def _width(placed: Sequence[Sequence[Placed]], least: Mapping[Action, int], end_
 
 def _common_unit(starts: set[float], lengths: set[float]) -> float | None:
     """The largest number that all values are multiples of, if there is one worth drawing."""
+    from fractions import Fraction
+
     values = sorted({round(value, 12) for value in (*starts, *lengths)} - {0.0})
     if not values or any(round(length, 12) <= 0 for length in lengths):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -91,7 +91,7 @@ def decisions_section(plan: Plan, prediction: Prediction) -> str:
 def provenance_section(subject: Subject) -> str:
     """Which plan, model, cluster, versions and machine; what was assumed; whether the prediction still holds."""
     plan, cluster, record = subject.plan, subject.cluster, subject.record
-    source = cluster.provenance
+    source, python = cluster.provenance, ".".join(map(str, sys.version_info[:3]))
     facts = [
         ("Plan", f"<code>{subject.plan_hash}</code>, format {plan.version}"),
         ("Model", f"{text(plan.model.name)} ({text(plan.model.family)}), <code>{plan.hashes.model}</code>"),
@@ -103,7 +103,7 @@ def provenance_section(subject: Subject) -> str:
         ("Model FLOPs of a step", f"{format_flops(subject.prediction.flops_per_step)} without recomputation"),
         (
             "Report",
-            f"pipefit {__version__}, Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            f"pipefit {__version__}, Python {'.'.join(map(str, sys.version_info[:3]))}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         ),
     ]
     if record is not None:

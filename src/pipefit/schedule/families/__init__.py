@@ -11,13 +11,12 @@ others `schedule.multiplexed` puts such stages into the order that they make of 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pipefit.errors import ScheduleError
+from pipefit.errors import ScheduleError, most_like
 from pipefit.schedule.actions import Schedule
 from pipefit.schedule.block import BuildingBlock
 from pipefit.schedule.problem import Problem, linear
@@ -57,7 +56,7 @@ class Family:
 def family(name: str) -> Family:
     """The family that the user calls `name`. Raises ScheduleError that lists the known ones."""
     if name not in FAMILIES:
-        near = difflib.get_close_matches(name, FAMILIES, n=1)
+        near = most_like(name, FAMILIES)
         raise ScheduleError(
             "The schedule is unknown.",
             seen=repr(name),

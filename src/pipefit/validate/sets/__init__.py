@@ -5,12 +5,11 @@ A module defines `name` (what the user types) and `results() -> tuple[Result, ..
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, most_like
 from pipefit.validate.records import Result
 
 
@@ -28,7 +27,7 @@ def chosen(names: list[str]) -> Mapping[str, Callable[[], tuple[Result, ...]]]:
     known = find_sets()
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = most_like(name, known)
             raise PipefitError(
                 "There is no data set of this name.",
                 where="--set",
