@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from pipefit.errors import PlanError
@@ -247,18 +249,47 @@ def moves(
         if receiver is not None and _splits_replicas(target, received):
             senders = _meeting(taken[target.position(receiver, "replica")], source, sent, given, senders)
     boxes = {device: holding(shape, source, sent, device, given) for device in senders}
+    alike = _alike(source, sent, target, received)
+    near = _senders_by_run(source, sent, given, tuple(boxes)) if taken is not None else None
+    place_of = _replicas(target)
     for device in receivers:
         if any(target.position(device, name) for name in single):
             continue
         want = holding(shape, target, received, device, taken)
         if box_size(want) == 0:
             continue
-        for other, has in boxes.items():
-            if _serves(source, sent, other, target, received, device):
-                part = intersect(want, has)
+        own = [positions[device] % size for _, size, positions in alike]
+        found: Iterable[int] = boxes
+        if near is not None and taken is not None and _splits_replicas(target, received):
+            found = near(taken[place_of[device]])
+        for other in found:
+            if all(places[other] == place for (places, _, _), place in zip(alike, own, strict=True)):
+                part = intersect(want, boxes[other])
                 if part is not None:
                     result.append(Move(other, device, part))
     return tuple(result)
+
+
+def _senders_by_run(
+    group: Group, forms: Sequence[Form], runs: Sequence[Run] | None, devices: Sequence[int]
+) -> Callable[[Run], list[int]] | None:
+    """A run -> those of the devices, in their order, whose replica's run may have something in common with it; None
+    where replicas hold no runs one behind the other, so that every device has to be looked at."""
+    ends = [stop for _, stop in runs] if runs is not None else []
+    if runs is None or not _splits_replicas(group, forms) or ends != sorted(ends):
+        return None
+    if not group.axes or group.axes[0].name != "replica" or any(one[1] > two[0] for one, two in pairwise(runs)):
+        return None
+    places, of_replica = _replicas(group), [list[int]() for _ in runs]
+    for device in devices:
+        of_replica[places[device]].append(device)
+    starts = [start for start, _ in runs]
+
+    def near(run: Run) -> list[int]:
+        first, last = bisect_right(ends, run[0]), bisect_left(starts, run[1])
+        return [device for own in of_replica[first:last] for device in own]
+
+    return near
 
 
 def _meeting(
@@ -291,21 +322,22 @@ def _single_axes(source: Group, sent: Sequence[Form], target: Group, received: S
     ]
 
 
-def _serves(
-    source: Group, sent: Sequence[Form], sender: int, target: Group, received: Sequence[Form], receiver: int
-) -> bool:
-    for axis, form, place in zip(source.axes, sent, source.coordinates(sender), strict=True):
+def _alike(
+    source: Group, sent: Sequence[Form], target: Group, received: Sequence[Form]
+) -> list[tuple[Mapping[int, int], int, Mapping[int, int]]]:
+    """(positions of the senders, axis size, positions of the receivers) along every axis on which a receiver takes from
+    one position alone: its own, modulo the size."""
+    found: list[tuple[Mapping[int, int], int, Mapping[int, int]]] = []
+    arriving = {axis.name: form.kind for axis, form in zip(target.axes, received, strict=True)}
+    for axis, form in zip(source.axes, sent, strict=True):
         if form.kind == "G":
             continue
         other = target.axis(axis.name)
-        if form.kind == "P":
-            forms = {a.name: f.kind for a, f in zip(target.axes, received, strict=True)}
-            if forms.get(axis.name) != "P" or other.size != axis.size:
-                raise PlanError(
-                    "Partial sums can only move between equal grids that keep them partial.",
-                    seen=f"axis {axis.name!r} of size {axis.size} to {other.size}",
-                    next_step="reduce before the transfer: give the edge a wire layout without P",
-                )
-        if place != target.position(receiver, axis.name) % axis.size:
-            return False
-    return True
+        if form.kind == "P" and (arriving.get(axis.name) != "P" or other.size != axis.size):
+            raise PlanError(
+                "Partial sums can only move between equal grids that keep them partial.",
+                seen=f"axis {axis.name!r} of size {axis.size} to {other.size}",
+                next_step="reduce before the transfer: give the edge a wire layout without P",
+            )
+        found.append((source.positions(axis.name), axis.size, target.positions(axis.name)))
+    return found

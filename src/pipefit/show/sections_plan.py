@@ -103,7 +103,7 @@ def provenance_section(subject: Subject) -> str:
         ("Model FLOPs of a step", f"{format_flops(subject.prediction.flops_per_step)} without recomputation"),
         (
             "Report",
-            f"pipefit {__version__}, Python {'.'.join(map(str, sys.version_info[:3]))}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            f"pipefit {__version__}, Python {python}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         ),
     ]
     if record is not None:

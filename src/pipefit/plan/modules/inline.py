@@ -32,9 +32,9 @@ what all modules have alike needs least memory at the ends, where the closed for
 
 ALIKE = 2
 
-EVERY = 128
+EVERY = 64
 """Devices up to which every module is free in its shards and in what it recomputes; with more, those beside the
-backbone are alike."""
+backbone are alike, in what they recompute as far as all modules have the choice."""
 
 
 def inline_layouts(
@@ -50,7 +50,7 @@ def inline_layouts(
     """The layouts with the least closed-form step that have all other modules in line with the backbone, which stands
     beside each of them: SHORT by each measure. Arguments as those of `orchestrate`."""
     free = all(len({way.recompute for way in one.ways}) > 1 for one in profiles)
-    whole = joined(profiles, passes, alike=free and devices > EVERY)
+    whole = joined(profiles, passes, alike=devices > EVERY, free=free)
     replicas = {name: own["replicas"] for name, own in (fixed or {}).items() if "replicas" in own}
     given = (fixed or {}).get(whole.profile.name, {})
     each = list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
@@ -167,17 +167,22 @@ class Joined:
         )
 
 
-def joined(profiles: Sequence[ModuleProfile], passes: Sequence[NDArray[np.bool_]] = (), alike: bool = False) -> Joined:
-    """All modules as one: a way for every way of each of them whose shards divide the backbone's; where they may be
-    `alike`, of those with others than the backbone that recompute or split differently none. `passes` as in
-    `orchestrate`."""
+def joined(
+    profiles: Sequence[ModuleProfile],
+    passes: Sequence[NDArray[np.bool_]] = (),
+    alike: bool = False,
+    free: bool = True,
+) -> Joined:
+    """All modules as one: a way for every way of each of them whose shards divide the backbone's; where they have to
+    be `alike`, of those with others than the backbone that differ in shards none, or where these are `free` in that, in
+    what they recompute. `passes` as in `orchestrate`."""
     place = backbone_of(profiles)
     backbone = profiles[place]
     ways, recompute, shards, chosen = [], [], [], (0,) * len(profiles)
     for each in itertools.product(*(range(len(profile.ways)) for profile in profiles)):
         own = [profile.ways[index] for profile, index in zip(profiles, each, strict=True)]
         goes = all(table[one, two] for table, (one, two) in zip(passes, itertools.pairwise(each), strict=False))
-        others = {(way.recompute, way.shards) for at, way in enumerate(own) if at != place}
+        others = {(way.recompute if free else "none", way.shards) for at, way in enumerate(own) if at != place}
         if goes and not any(own[place].shards % way.shards for way in own) and not (alike and len(others) > 1):
             ways.append(_way(own, place, backbone.overhead_s))
             recompute.append(tuple(way.recompute for way in own))
