@@ -41,7 +41,7 @@ SHARDS = 2
 """Of the language model in the paper's kind of layout."""
 
 BEST = 1
-WARM, STEPS = 1, 3
+WARM, STEPS = 1, 2
 TRIES = 2
 SAMPLES = 10 * JOB.batch
 BATCHES = WARM + STEPS

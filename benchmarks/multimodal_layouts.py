@@ -230,8 +230,9 @@ class Monolithic:
         for place, (costed, (_, own)) in enumerate(zip(self.costed, decisions.modules, strict=True)):
             index = self._way(place, layout)
             seconds, load = costed.profile.ways[index].sample_s, costed.ways[index].load
+            whole = float(seconds.sum()) or 1.0
             for start, stop in pairwise((0, *own.cuts, len(seconds))):
-                part = float(seconds[start:stop].sum() / seconds.sum())
+                part = float(seconds[start:stop].sum()) / whole
                 scaled = {name: getattr(load, name) * part for name in ("row_s", "token_s", "square_s")}
                 loads.append(replace(load, **scaled))
         return Arranging(loads=tuple(loads))

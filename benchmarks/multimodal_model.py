@@ -3,9 +3,9 @@
 DistTrain's MLLM-9B (arXiv 2408.04275) is a ViT-Huge of 0.63 B, a Llama of 7 B and a generator of 1 B parameters. A
 sample of 8,192 tokens with as many image tokens to see, and to generate, as half of them asks 4 % of its work of the
 encoder, 7 % of the generator, the rest of the language model. Here everything is narrow, a sequence has 48 tokens, and
-a quarter of them each are patches and latents: encoder and generator have more layers, and are wider beside the
-language model than theirs, so that a sample's work is divided nearly alike. Images have two patches each; how many
-images a sample has is lognormal, cut where the sequence ends.
+a quarter of them each are patches and latents: encoder and generator are wider beside the language model than theirs,
+so that a sample's work is divided nearly alike. Images have two patches each; how many images a sample has is
+lognormal, cut where the sequence ends.
 
 For what balancing and ordering gain there is a model of an encoder and a language model alone, whose samples have up to
 five times as many images as on average, and whose encoder takes 0.8 of a third of the language model.
@@ -41,7 +41,7 @@ FROZEN: dict[str, tuple[str, ...]] = {
 }
 
 VISION = {
-    "model_type": "siglip_vision_model", "hidden_size": 40, "intermediate_size": 160, "num_hidden_layers": 12,
+    "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
     "num_attention_heads": 4, "image_size": PATCH * TOKENS, "patch_size": PATCH, "num_channels": 3,
 }  # fmt: skip
 LANGUAGE = {
@@ -50,7 +50,7 @@ LANGUAGE = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 GENERATOR = {
-    "hidden_size": 40, "intermediate_size": 160, "num_hidden_layers": 16, "num_attention_heads": 4,
+    "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
     "latent_size": 3 * PATCH * PATCH, "grid_size": TOKENS, "time_frequencies": 8,
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from pipefit.plan.decisions import check_decisions
 from pipefit.plan.evaluate import simulated
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.links import links_differ
+from pipefit.plan.placement.lowered import Lowered, place_lowered
 from pipefit.plan.placement.search import Budget, place
 from pipefit.plan.placement.shape import make_question
 from pipefit.plan.ports import in_step
@@ -55,9 +57,9 @@ def place_found(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Foun
     slots = [found.fitting[index].decisions.device_count for index in listed]
     total = sum(moves_for(count, FIRST_MOVES) for count in slots) + moves_for(max(slots), FINAL_MOVES)
     compiled = total >= COMPILED_FROM or None
-    placed = {index: _placed(bench, job, found.fitting[index], FIRST_MOVES, 0, compiled) for index in listed}
+    placed = {index: _placed(bench, job, found.fitting[index], compiled) for index in listed}
     first = min(placed, key=lambda index: placed[index].rank)
-    again = _placed(bench, job, placed[first], FINAL_MOVES, 1, compiled)
+    again = _placed_again(bench, job, placed[first], compiled)
     placed[first] = min((placed[first], again), key=lambda one: one.rank)
     fitting = [placed.get(index, one) for index, one in enumerate(found.fitting)]
     fitting.sort(key=lambda one: one.rank)
@@ -107,13 +109,31 @@ def moves_for(slots: int, most: int) -> int:
     return min(25 * slots * slots, most)
 
 
-def _placed(bench: Workbench, job: Job, one: Evaluated, most: int, seed: int, compiled: bool | None) -> Evaluated:
+def _placed(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
     """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
     simulation = one.simulation
     timeline = in_step(one).simulation.timeline
     question = make_question(simulation.work, bench.network, bench.layers, timeline)
-    moves = moves_for(one.decisions.device_count, most)
-    found = place(question, timeline, Budget(moves=moves, seed=seed), compiled=compiled)
+    moves = moves_for(one.decisions.device_count, FIRST_MOVES)
+    found = place(question, timeline, Budget(moves=moves), compiled=compiled)
+    if found.step_s >= found.given_s:
+        return one
+    better = _on(bench, job, one, found.devices)
+    return better if better.simulation.fits and better.rank < one.rank else one
+
+
+def _placed_again(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
+    """The candidate on the best devices that a longer search finds, in the order of what it finds on its way."""
+
+    def lowered(made: Evaluated) -> Lowered:
+        timeline = in_step(made).simulation.timeline
+        question = make_question(made.simulation.work, bench.network, bench.layers, timeline)
+        return Lowered(question=question, timeline=timeline, step_s=made.step_s if made.simulation.fits else math.inf)
+
+    budget = Budget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
+    found = place_lowered(
+        lowered(one), lambda devices: lowered(_on(bench, job, one, devices)), budget, compiled=compiled
+    )
     if found.step_s >= found.given_s:
         return one
     better = _on(bench, job, one, found.devices)
