@@ -53,9 +53,9 @@ CASES = (
     (LAB, 0.5, "trained"),
     (LAB, 1.0, "trained"),
     (LAB, 0.5, "language frozen"),
-    (LAB, 0.5, "vision frozen"),
-    (LAB, 0.5, "all but projector frozen"),
     (LAB, 0.5, "generator frozen"),
+    (LAB, 0.5, "all but projector frozen"),
+    (LAB, 0.5, "vision frozen"),
     (SLOW, 0.5, "trained"),
 )
 """(lab, sigma, way of training)."""

@@ -141,8 +141,13 @@ class Monolithic:
         return found
 
     def _rated(self, layout: Layout) -> Rated | None:
+        """By its step on the first batch; it fits if it does on every one of them."""
         made = self.simulate(layout)
-        return None if made is None else Rated(layout, made.step_s, made.simulation.fits)
+        if made is None:
+            return None
+        others = (self.simulate(layout, batch) for batch in range(1, self.samples.batches))
+        fits = made.simulation.fits and all(one is not None and one.simulation.fits for one in others)
+        return Rated(layout, made.step_s, fits)
 
     def useful_s(self) -> float:
         """Device seconds of a mean batch that nothing can save: what its samples add to one device that holds a module

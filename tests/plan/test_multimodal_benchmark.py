@@ -61,6 +61,10 @@ def quoted(cells: list[str]) -> None:
     assert "| " + " | ".join(cells) + " |" in lines, cells
 
 
+def told(plan: dict[str, Any]) -> str:
+    return "" if plan["valid"] else ", late"
+
+
 def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> None:
     from multimodal_lab import GAINS, UTILISATION
 
@@ -69,21 +73,23 @@ def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> No
     for row in rows:
         plans, ours = row["plans"], row["plans"]["ours"]
         used = row["useful_s"] / row["devices"] / ours["measured_s"]
-        late = "" if ours["valid"] else ", late"
         cells = [
             f"{row['sigma']}",
             row["training"],
-            f"{ours['measured_s']:.2f} s{late}",
+            ours["layout"]["modules"],
+            f"{ours['measured_s']:.2f} s{told(ours)}",
             f"{ours['predicted_s']:.2f} s",
         ]
         for name in ("paper", "apart 1", "merged 1"):
             ratio, predicted = (plans[name][key] / ours[key] for key in ("measured_s", "predicted_s"))
-            cells.append(f"{ratio:.2f} ({predicted:.2f}){'' if plans[name]['valid'] else ', late'}")
+            cells.append(f"{ratio:.2f} ({predicted:.2f}){told(plans[name])}")
         quoted([*cells, f"{used:.1%}", f"{ours['lower_bound_s'] / ours['measured_s']:.0%}"])
-        assert abs(ours["error"]) < 0.04 or row["training"] == "language frozen"
-        assert ours["layout"]["modules"] == "shared"
+        for name, one in plans.items():
+            assert not one["valid"] or abs(one["error"]) < 0.06, name
+            assert ours["predicted_s"] <= 1.001 * one["predicted_s"], name
     first = rows[0]["plans"]
-    assert first["paper"]["valid"] and first["paper"]["measured_s"] >= GAINS["paper"] * first["ours"]["measured_s"]
+    assert first["ours"]["valid"] and first["paper"]["valid"]
+    assert first["paper"]["measured_s"] >= GAINS["paper"] * first["ours"]["measured_s"]
     assert rows[0]["useful_s"] >= UTILISATION * rows[0]["devices"] * first["ours"]["measured_s"]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 if TYPE_CHECKING:
+    from pipefit.data.multimodal.feeds import Source
     from pipefit.model.graph import Model
     from pipefit.plan.types import Job, Plan
 
@@ -53,6 +54,9 @@ def command(
         Path | None,
         typer.Option(help="Of a model with images: an index that `pipefit data` made; its batches are planned for."),
     ] = None,
+    held_out: float = typer.Option(0.01, help="With --data, as for `pipefit train`: samples kept for evaluation."),
+    pack: bool = typer.Option(False, "--pack", help="With --data, as for train: samples in a sequence as fit."),
+    on_long: str = typer.Option("fail", help="With --data, as for train: fail or skip samples that are too long."),
 ) -> None:
     """Find the fastest plan that fits MODEL on the cluster, and say why."""
     from pipefit.cli._plans import cluster_text, print_tables
@@ -76,8 +80,9 @@ def command(
     opened = open_model(model)
     job = _job(batch, asked_length(opened, seq), precision or ("float32" if local else "bfloat16"), seed, documents)
     making = _making(memory, risk)
-    if data is not None:
-        making = partial(making, **_sampled(opened, data, job))
+    source = None if data is None else _source(opened, data, job, held_out, pack, on_long)
+    if source is not None:
+        making = partial(making, **_sampled(source, job))
     with _progress() as progress:
         plan = making(opened, found, job, pins=pins, top=top, name=model, cluster_source=text, progress=progress)
     if output is not None:
@@ -88,8 +93,8 @@ def command(
     print(headline(plan))
     for line in forecast(plan):
         print(line)
-    if data is not None and plan.prediction is not None:
-        print(_preparation(data, job, plan.prediction.step_s))
+    if source is not None and plan.prediction is not None:
+        print(_preparation(source, job, plan.prediction.step_s))
     print_tables(tables(plan))
     _print_origins(plan)
     if output is not None:
@@ -117,13 +122,13 @@ def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     return partial(make_plan_at_risk, facts=load_memory(memory), risk=allowed)
 
 
-def _sampled(opened: Model, data: Path, job: Job) -> dict[str, Any]:
-    """What is planned for, of an index: its first global batches, and how a run arranges them."""
+def _source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on_long: str) -> Source:
+    """The index and the rows that a run would draw from it."""
+    from pipefit.data.multimodal.feeds import Source
     from pipefit.data.multimodal.fits import check_index
     from pipefit.data.multimodal.index import open_index
-    from pipefit.data.multimodal.planning import arranged_samples, sampled
     from pipefit.data.multimodal.sample_rows import rows_of_index
-    from pipefit.errors import PlanError
+    from pipefit.errors import DataError, PlanError
 
     if len(opened.modules) < 2:
         raise PlanError(
@@ -132,20 +137,32 @@ def _sampled(opened: Model, data: Path, job: Job) -> dict[str, Any]:
             seen=f"a model of one module, {opened.modules[0].name!r}",
             next_step="leave --data out; `pipefit train` takes it",
         )
+    if on_long not in ("fail", "skip"):
+        raise DataError(
+            "What a sample does that is too long is not understood.",
+            where="--on-long",
+            seen=repr(on_long),
+            allowed="fail or skip",
+        )
     index = open_index(data)
-    rows = rows_of_index(index, job.sequence)
+    rows = rows_of_index(index, job.sequence, batch=job.batch, held_out=held_out, pack=pack, on_long=on_long)  # type: ignore[arg-type]
     check_index(opened, index, rows)
-    return {"samples": sampled(rows, job.batch, BATCHES, job.seed, data.name), "arrange": arranged_samples}
+    return Source(index=index, rows=rows, seed=job.seed)
 
 
-def _preparation(data: Path, job: Job, step_s: float) -> str:
+def _sampled(source: Source, job: Job) -> dict[str, Any]:
+    """What is planned for, of an index: its first global batches, and how a run arranges them."""
+    from pipefit.data.multimodal.planning import arranged_samples, sampled
+
+    name = source.index.folder.name
+    return {"samples": sampled(source.rows, job.batch, BATCHES, job.seed, name), "arrange": arranged_samples}
+
+
+def _preparation(source: Source, job: Job, step_s: float) -> str:
     """The cores with which preparing the samples keeps up with the plan's steps. Not in the plan: measured here."""
-    from pipefit.data.multimodal.index import open_index
-    from pipefit.data.multimodal.sample_rows import rows_of_index
     from pipefit.data.preparation.cores import cores_needed, measured_rate
 
-    index = open_index(data)
-    return cores_needed(index, rows_of_index(index, job.sequence), job.batch, step_s, measured_rate(index)).text()
+    return cores_needed(source.index, source.rows, job.batch, step_s, measured_rate(source.index)).text()
 
 
 def _job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:

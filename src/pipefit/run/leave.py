@@ -15,7 +15,9 @@ def leave(code: int) -> NoReturn:
     an interpreter that is taken down around them sometimes aborts ("terminate called without an active exception"): a
     run that had done all its work would end as one with a rank that died.
     """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # whoever read what is said may be gone
+        os._exit(code)
