@@ -1,23 +1,25 @@
-"""Layouts next to a layout: each differs in one thing that may, and going from one to the next finds the best."""
+"""Layouts next to a layout: each differs in one thing that may, and going from one to the next finds the best. And the
+last step of the search: what does not fit on every batch gives way to what does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from test_plan_modules import CLUSTER, JOB
 from three_modules import skewed_samples, three_modules
 
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.find import _Finder
+from pipefit.plan.modules.find import BEST, _Finder
 from pipefit.plan.modules.polish import neighbours, polished
 from pipefit.plan.modules.samples import dealt
 from pipefit.plan.outcome import Evaluated
 
 
-def finder() -> _Finder:
-    return _Finder(Workbench(three_modules(), CLUSTER), JOB, {}, skewed_samples(8, 1, mean=300), dealt)
+def finder(batches: int = 1) -> _Finder:
+    return _Finder(Workbench(three_modules(), CLUSTER), JOB, {}, skewed_samples(8, batches, mean=300), dealt)
 
 
 def in_line(cuts: tuple[int, ...], recompute: str = "none") -> ModuleDecisions:
@@ -71,3 +73,24 @@ def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
     assert len(known) >= 32, "two recomputations of three modules, two grids of two"
     best = polished(start, search.around)
     assert best.step_s < start.step_s and best.step_s == min(one.step_s for one in known.values())
+
+
+@pytest.mark.parametrize("refused", [6, 10**6])
+def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    search = finder(2)
+    search.simulate_all(search.short_list(1e12), None)
+    ranked = sorted(search.fitting, key=lambda one: one.rank)
+    too_large = {one.decisions.text() for one in ranked[:refused] if isinstance(one.decisions, ModuleDecisions)}
+    real = search.simulate
+
+    def simulate(decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
+        return None if batch == 1 and decisions.text() in too_large else real(decisions, batch, keep)
+
+    monkeypatch.setattr(search, "simulate", simulate)
+    search.settle()
+    left = [one.decisions.text() for one in search.fitting if isinstance(one.decisions, ModuleDecisions)]
+    if refused > len(ranked):
+        assert not left, "nothing fits"
+        return
+    assert len(search.step_s) >= BEST and not too_large & {*left[:BEST]}
+    assert search.step_s[id(search.fitting[0])] == min(search.step_s.values())

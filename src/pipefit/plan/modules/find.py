@@ -41,9 +41,10 @@ SHORT, ACTIONS = 60, 120_000
 EACH = 12
 """Layouts of every choice of modules that share devices that are simulated at least."""
 
-ORDERED, BEST = 12, 4
-"""Layouts that are simulated with the orders of OTHERS as well, and plans that are on every sampled batch; of plans
-whose modules have devices of their own, and of others, at least FEW of them."""
+ORDERED, BEST, TRIED = 12, 4, 24
+"""Layouts that are simulated with the orders of OTHERS as well; plans that fit on every sampled batch; those that are
+tried for these, or as many as it takes to find one. Of plans whose modules have devices of their own, and of others, at
+least FEW of them."""
 
 FEW = 2
 
@@ -132,7 +133,7 @@ class _Finder:
         self.reorder()
         for start in self.best_of_each(self.fitting, 1):
             polished(start, self.around)
-        self.settle(self.best_of_each(self.fitting, BEST))
+        self.settle()
 
     def around(self, one: Evaluated) -> list[Evaluated]:
         """What differs from it in one thing, as far as it fits; nothing where its actions come to too many."""
@@ -225,17 +226,23 @@ class _Finder:
                 best_s = min((one.step_s for one in self.fitting), default=None)
                 progress(len(layouts) - place - 1, self.simulated, best_s)
 
-    def settle(self, best: Sequence[Evaluated]) -> None:
-        """The order of the best by their mean over all sampled batches, their microbatches put in order as well."""
+    def settle(self) -> None:
+        """The order of the best that fit on all sampled batches, by their mean over these, their microbatches put in
+        order as well; those that do not fit on all are left out."""
         settled: list[Evaluated] = []
-        for one in best:
-            made = [self.simulate(_plain(one), batch, keep=False) for batch in range(self.samples.batches)]
-            whole = [each for each in made if each is not None]
-            if len(whole) == len(made):
-                self.step_s[id(whole[0])] = float(np.mean([each.step_s for each in whole]))
-                settled.append(whole[0])
-        known = {id(one) for one in best}
-        rest = [one for one in self.fitting if id(one) not in known]
+        tried = set[int]()
+        while len(settled) < BEST and (len(tried) < TRIED or not settled):
+            left = self.best_of_each([one for one in self.fitting if id(one) not in tried], BEST - len(settled))
+            if not left:
+                break
+            for one in left:
+                tried.add(id(one))
+                made = [self.simulate(_plain(one), batch, keep=False) for batch in range(self.samples.batches)]
+                whole = [each for each in made if each is not None]
+                if len(whole) == len(made):
+                    self.step_s[id(whole[0])] = float(np.mean([each.step_s for each in whole]))
+                    settled.append(whole[0])
+        rest = [one for one in self.fitting if id(one) not in tried]
         settled.sort(key=lambda one: (self.step_s[id(one)], one.rank))
         self.fitting = [*settled, *sorted(rest, key=lambda one: one.rank)]
 
@@ -259,8 +266,7 @@ class _Finder:
             if keep:
                 self.fitting.append(made)
             return made
-        if keep:
-            self.misfits.append(Misfit(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
+        self.misfits.append(Misfit(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
         return None
 
     def loads(self, decisions: ModuleDecisions) -> Arranging:
