@@ -36,6 +36,9 @@ IMPORT_LIMIT_S = 0.3
 NUMPYS = 6
 """The same limit where a processor is slow, or shared: a free one imports numpy in 0.06 s."""
 
+TRIES = 15
+"""How often the import is timed, at most."""
+
 
 def module_id(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
@@ -156,8 +159,9 @@ def test_every_module_says_what_it_is_for() -> None:
 
 
 def test_the_core_imports_quickly_and_without_heavy_libraries(tmp_path: Path) -> None:
-    """Best of three, in processes of their own, in seconds of processor time: other processes do not count. The first
-    one compiles all files, whether or not this machine lets Python keep what it compiled."""
+    """Best of several, in processes of their own, in seconds of processor time: other processes do not count, but for
+    what they do to caches, so on a busy machine a quiet moment is waited for. The first one compiles all files, whether
+    or not this machine lets Python keep what it compiled."""
     plain = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     core = [
         "pipefit." + module_id(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -170,8 +174,8 @@ def test_the_core_imports_quickly_and_without_heavy_libraries(tmp_path: Path) ->
         f"for name in {core!r}: importlib.import_module(name)\n"
         "c = time.process_time()\nprint(json.dumps([b - a, c - b, sorted(sys.modules)]))\n"
     )
-    times = []
-    for _ in range(3):
+    times: list[tuple[float, float]] = []
+    while len(times) < TRIES and not quick(times):
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT, env=plain
         )
@@ -179,8 +183,12 @@ def test_the_core_imports_quickly_and_without_heavy_libraries(tmp_path: Path) ->
         heavy = {"torch", "scipy", "numba", "pyarrow", "tokenizers", "transformers", "ortools", "ray"} & set(loaded)
         assert not heavy, f"importing the core imported {sorted(heavy)}"
         times.append((core_s, numpy_s))
-    core_s, numpy_s = min(times)
-    assert core_s < IMPORT_LIMIT_S or core_s < NUMPYS * numpy_s, f"{core_s:.2f} s, numpy itself {numpy_s:.2f} s"
+    assert quick(times), ", ".join(f"{core_s:.2f} s, numpy itself {numpy_s:.2f} s" for core_s, numpy_s in times)
+
+
+def quick(times: list[tuple[float, float]]) -> bool:
+    """Whether any (seconds of the core, of numpy) is within the limit."""
+    return any(core_s < IMPORT_LIMIT_S or core_s < NUMPYS * numpy_s for core_s, numpy_s in times)
 
 
 def python_files() -> list[Path]:
