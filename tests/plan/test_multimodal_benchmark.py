@@ -102,6 +102,10 @@ def test_dividing_devices_takes_what_is_told() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert slowest["devices"] == 1296 and slowest["model"] == "MLLM-72B" and slowest["planning_s"] < 1.0
     assert f"at most {slowest['planning_s']:.2f} s" in page
+    for row in committed("plans"):
+        words = f"a step of {row['step_s']:.2f} s, {row['utilisation']:.1%} of the peak".replace("%", " %")
+        assert words in page and f"takes {row['planning_processor_s']:.0f} s of processor time" in page
+        assert f"{row['lower_bound_s'] / row['step_s']:.0%}".replace("%", " %") in page
 
 
 def test_arrangements_gain_what_was_asked_for_and_what_is_quoted() -> None:
