@@ -31,8 +31,9 @@ NEAR, BETWEEN = 40e6, 1e6
 FLOPS = 1.0e9
 MB = 10**6
 
-MODULES_FLOPS, MODULES_MB = 0.3e9, 10
-"""Of the devices for several modules."""
+MODULES_FLOPS, MODULES_MB = 0.2e9, 10
+MODULES_INSIDE, MODULES_BETWEEN = 40e6, 27e6
+"""Of the devices for several modules: slow enough that their small layers keep to the pace."""
 
 RATES = (3e6, 6e6, 12e6, 18e6)
 SLOW_PORT = 2e6
@@ -117,10 +118,11 @@ def even_links(hosts: int) -> list[list[float]]:
 def modules() -> LabFile:
     """Eight devices alike, in two hosts whose links inside are half as quick again as those between them. Beside the
     64 MiB that the planner keeps for libraries a device has MODULES_MB. Rates saturate early."""
-    matrix = [[0.0 if a == b else NEAR for b in range(2)] for a in range(2)]
+    matrix = [[0.0 if a == b else MODULES_BETWEEN for b in range(2)] for a in range(2)]
     memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
     made = lab("modules", ["fast"] * 2, matrix, {"fast": MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
-    return early(made, 8.0)
+    links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=MODULES_INSIDE)}
+    return early(replace(made, cluster=replace(made.cluster, links=links)), 8.0)
 
 
 def islands() -> LabFile:

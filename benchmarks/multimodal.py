@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 
 from multimodal_order import SETTINGS, simulated_gains
-from pipefit.cluster import Cluster
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, can_share, orchestrate
 from pipefit.plan.modules.profile import ModuleProfile, Way
@@ -143,11 +142,9 @@ def lab(quick: bool) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    clusters = dict[str, Cluster]()
-    for name, sigma, training in multimodal_lab.CASES:
-        if name not in clusters:
-            clusters[name] = multimodal_lab.measured_cluster(name)
-        row = multimodal_lab.case(clusters[name], name, sigma, training)
+    cluster = multimodal_lab.measured_cluster()
+    for sigma, training in multimodal_lab.CASES:
+        row = multimodal_lab.case(cluster, sigma, training)
         multimodal_lab.show(row)
         yield row
 

@@ -1,7 +1,7 @@
 """Plans of a small multimodal model really run in a lab, beside monolithic layouts, by sigma and way of training.
 
-The clusters `modules` and `modules-slow-inside` of benchmarks/data/clusters are made as labs and measured by `pipefit
-profile`; nothing else is known. Every plan trains on the samples of one index, step by step the same ones. Rivals:
+The cluster `modules` of benchmarks/data/clusters is made as a lab and measured by `pipefit profile`; nothing else is
+known. Every plan trains on the samples of one index, step by step the same ones. Rivals:
 
 - `paper`: DistTrain's baseline. Every module has the language model's replicas and SHARDS; encoder and generator are
   stages of their own, first and last; the language model has the fewest stages that fit. Of what is left to choose
@@ -35,7 +35,7 @@ from pipefit.plan.modules.samples import Samples
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.types import Arranging, Job, Plan
 
-LAB, SLOW, ROOMY = "modules", "modules-slow-inside", "uniform"
+LAB, ROOMY = "modules", "uniform"
 JOB = Job(batch=32, sequence=SEQUENCE, precision="float32")
 SHARDS = 2
 """Of the language model in the paper's kind of layout."""
@@ -50,15 +50,14 @@ BATCHES = WARM + STEPS
 PROFILE = {"tokens": 2 * SEQUENCE, "link_rounds": 1}
 
 CASES = (
-    (LAB, 0.5, "trained"),
-    (LAB, 1.0, "trained"),
-    (LAB, 0.5, "language frozen"),
-    (LAB, 0.5, "generator frozen"),
-    (LAB, 0.5, "all but projector frozen"),
-    (LAB, 0.5, "vision frozen"),
-    (SLOW, 0.5, "trained"),
+    (0.5, "trained"),
+    (1.0, "trained"),
+    (0.5, "language frozen"),
+    (0.5, "generator frozen"),
+    (0.5, "all but projector frozen"),
+    (0.5, "vision frozen"),
 )
-"""(lab, sigma, way of training)."""
+"""(sigma, way of training)."""
 
 ARRANGED_SIGMA = 1.0
 ARRANGED = (
@@ -74,9 +73,9 @@ at most INEFFICIENT."""
 INEFFICIENT, UTILISATION = 0.6, 0.547
 
 
-def measured_cluster(name: str) -> Cluster:
-    """A lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model."""
-    with lab_of(name) as lab:
+def measured_cluster() -> Cluster:
+    """The lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model."""
+    with lab_of(LAB) as lab:
         return profiled(lab, lab_model(), SEQUENCE, also=[lab_model("all but projector frozen")], **PROFILE)
 
 
@@ -96,7 +95,7 @@ def batches_of(samples: Samples, some: slice) -> Samples:
     return replace(samples, tokens=tokens, squares=squares)
 
 
-def case(cluster: Cluster, lab_name: str, sigma: float, training: str) -> dict[str, Any]:
+def case(cluster: Cluster, sigma: float, training: str) -> dict[str, Any]:
     """One case: plans, rivals, runs."""
     model = lab_model(training)
     with samples_of(sigma) as (index, samples):
@@ -105,10 +104,9 @@ def case(cluster: Cluster, lab_name: str, sigma: float, training: str) -> dict[s
         rated = monolithic.rated()
         chosen = rivals(rated)
         found |= {name: monolithic.plan(one.layout) for name, one in chosen.items()}
-        runs = ran(lab_name, found, model, index)
+        runs = ran(LAB, found, model, index)
     useful_s = monolithic.useful_s()
     return {
-        "lab": lab_name,
         "sigma": sigma,
         "training": training,
         "batch": JOB.batch,
