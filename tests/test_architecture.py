@@ -33,7 +33,7 @@ LONG_FILES: dict[str, str] = {}
 """Files above the limit, each with the reason why it is better whole."""
 
 IMPORT_LIMIT_S = 0.3
-NUMPYS = 6
+NUMPYS = 5
 """The same limit where a processor is slow, or shared: a free one imports numpy in 0.06 s."""
 
 TRIES = 15

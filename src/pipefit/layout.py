@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -241,17 +241,18 @@ def moves(
     result = []
     single = _single_axes(source, sent, target, received)
     given, taken = replica_runs if replica_runs is not None else (None, None)
-    senders = source.devices if sender is None else (sender,)
-    receivers = target.devices if receiver is None else (receiver,)
+    senders: Sequence[int] = source.devices if sender is None else (sender,)
+    receivers: Sequence[int] = target.devices if receiver is None else (receiver,)
     if given is not None and taken is not None:
         if sender is not None and _splits_replicas(source, sent):
-            receivers = _meeting(given[source.position(sender, "replica")], target, received, taken, receivers)
+            receivers = _by_run(target, received, taken, receivers)(given[source.position(sender, "replica")])
         if receiver is not None and _splits_replicas(target, received):
-            senders = _meeting(taken[target.position(receiver, "replica")], source, sent, given, senders)
+            senders = _by_run(source, sent, given, senders)(taken[target.position(receiver, "replica")])
     boxes = {device: holding(shape, source, sent, device, given) for device in senders}
     alike = _alike(source, sent, target, received)
-    near = _senders_by_run(source, sent, given, tuple(boxes)) if taken is not None else None
-    place_of = _replicas(target)
+    places: Mapping[int, int] | None = None
+    if given is not None and taken is not None and _splits_replicas(target, received):
+        places, near = _positions(target, "replica"), _by_run(source, sent, given, tuple(boxes))
     for device in receivers:
         if any(target.position(device, name) for name in single):
             continue
@@ -259,31 +260,26 @@ def moves(
         if box_size(want) == 0:
             continue
         own = [positions[device] % size for _, size, positions in alike]
-        found: Iterable[int] = boxes
-        if near is not None and taken is not None and _splits_replicas(target, received):
-            found = near(taken[place_of[device]])
-        for other in found:
-            if all(places[other] == place for (places, _, _), place in zip(alike, own, strict=True)):
+        for other in boxes if places is None or taken is None else near(taken[places[device]]):
+            if all(held[other] == place for (held, _, _), place in zip(alike, own, strict=True)):
                 part = intersect(want, boxes[other])
                 if part is not None:
                     result.append(Move(other, device, part))
     return tuple(result)
 
 
-def _senders_by_run(
-    group: Group, forms: Sequence[Form], runs: Sequence[Run] | None, devices: Sequence[int]
-) -> Callable[[Run], list[int]] | None:
-    """A run -> those of the devices, in their order, whose replica's run may have something in common with it; None
-    where replicas hold no runs one behind the other, so that every device has to be looked at."""
-    ends = [stop for _, stop in runs] if runs is not None else []
-    if runs is None or not _splits_replicas(group, forms) or ends != sorted(ends):
-        return None
-    if not group.axes or group.axes[0].name != "replica" or any(one[1] > two[0] for one, two in pairwise(runs)):
-        return None
-    places, of_replica = _replicas(group), [list[int]() for _ in runs]
+def _by_run(
+    group: Group, forms: Sequence[Form], runs: Sequence[Run], devices: Sequence[int]
+) -> Callable[[Run], Sequence[int]]:
+    """A run -> those of the devices, in their order, whose replica's run may have something in common with it: all
+    where replicas hold no runs one behind the other."""
+    ends, places = [stop for _, stop in runs], _positions(group, "replica")
+    behind = all(one[1] <= two[0] for one, two in pairwise(runs)) and ends == sorted(ends)
+    if not behind or not _splits_replicas(group, forms) or not group.axes or group.axes[0].name != "replica":
+        return lambda run: devices
+    starts, of_replica = [start for start, _ in runs], [list[int]() for _ in runs]
     for device in devices:
         of_replica[places[device]].append(device)
-    starts = [start for start, _ in runs]
 
     def near(run: Run) -> list[int]:
         first, last = bisect_right(ends, run[0]), bisect_left(starts, run[1])
@@ -292,24 +288,13 @@ def _senders_by_run(
     return near
 
 
-def _meeting(
-    run: Run, group: Group, forms: Sequence[Form], runs: Sequence[Run], devices: Sequence[int]
-) -> tuple[int, ...]:
-    """Those of the devices whose replica's run has something in common with this one."""
-    if not _splits_replicas(group, forms):
-        return tuple(devices)
-    places = _replicas(group)
-    met = [max(run[0], start) < min(run[1], stop) for start, stop in runs]
-    return tuple(device for device in devices if met[places[device]])
-
-
 def _splits_replicas(group: Group, forms: Sequence[Form]) -> bool:
     return all(form.kind == "G" for axis, form in zip(group.axes, forms, strict=True) if axis.name == "replica")
 
 
 @lru_cache(maxsize=256)
-def _replicas(group: Group) -> Mapping[int, int]:
-    return group.positions("replica")
+def _positions(group: Group, name: AxisName) -> Mapping[int, int]:
+    return group.positions(name)
 
 
 def _single_axes(source: Group, sent: Sequence[Form], target: Group, received: Sequence[Form]) -> list[AxisName]:
@@ -339,5 +324,5 @@ def _alike(
                 seen=f"axis {axis.name!r} of size {axis.size} to {other.size}",
                 next_step="reduce before the transfer: give the edge a wire layout without P",
             )
-        found.append((source.positions(axis.name), axis.size, target.positions(axis.name)))
+        found.append((_positions(source, axis.name), axis.size, _positions(target, axis.name)))
     return found

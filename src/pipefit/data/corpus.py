@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -191,6 +189,8 @@ def open_prepared(
 def _cache_folder(cache: Path | None) -> Path:
     if cache is not None:
         return Path(cache)
+    import tempfile
+
     user = os.getuid() if hasattr(os, "getuid") else 0
     return Path(tempfile.gettempdir()) / f"pipefit-corpora-{user}"
 
@@ -212,7 +212,7 @@ def _hash_content(request: CorpusRequest, tokenizer: Tokenizer) -> tuple[str, in
 
 def _write_tokens(request: CorpusRequest, tokenizer: Tokenizer, path: Path, dtype: str) -> int:
     """Write all tokens aside, rename, and return their number."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    aside = path.with_name(f".{path.name}.{os.urandom(16).hex()}")
     count = 0
     try:
         with aside.open("wb") as file:
@@ -228,7 +228,7 @@ def _write_tokens(request: CorpusRequest, tokenizer: Tokenizer, path: Path, dtyp
 
 
 def _write_aside(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    aside = path.with_name(f".{path.name}.{os.urandom(16).hex()}")
     try:
         aside.write_bytes(content)
         os.replace(aside, path)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -310,6 +308,8 @@ def _broken_image(broken: LeftOut) -> DataError:
 
 
 def _write(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary) -> None:
+    import shutil
+
     if folder.exists() and not (folder / "index.json").is_file():
         raise DataError(
             "The folder for the index is something else.",
@@ -317,7 +317,7 @@ def _write(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary)
             allowed="a name that is free, or an index, which is replaced",
         )
     folder = folder.absolute()  # "." has no name
-    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    aside = folder.with_name(f".{folder.name}.{os.urandom(16).hex()}")
     try:
         aside.mkdir(parents=True)
         for name, array in arrays.items():

@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import socket
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipefit.data.preparation.executor import Died, Event, Failed, Finished, Key, Maker, Up
 from pipefit.data.preparation.wire import receive, send
+
+if TYPE_CHECKING:  # both take longer to import than all else here
+    import socket
+    import subprocess
 
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -89,6 +91,9 @@ class Processes:
         self._workers.clear()
 
     def _spawn(self) -> None:
+        import socket
+        import subprocess
+
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         try:
@@ -134,6 +139,8 @@ class Processes:
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
     """How a process ended that has closed its socket."""
+    import subprocess
+
     try:
         code = process.wait(_ENDS_WITHIN_S)
     except subprocess.TimeoutExpired:

@@ -7,9 +7,11 @@ are read straight into the memory that they keep.
 from __future__ import annotations
 
 import pickle
-import socket
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import socket
 
 _NUMBER = struct.Struct("<Q")
 

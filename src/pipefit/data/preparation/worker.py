@@ -6,8 +6,6 @@ and ends when the trainer does, since the socket then does.
 
 from __future__ import annotations
 
-import signal
-import socket
 import sys
 
 from pipefit.data.preparation.wire import receive, send
@@ -16,6 +14,9 @@ from pipefit.errors import PipefitError
 
 def main(descriptor: int) -> None:
     """Serve until the socket ends. An answer is ("up" | "refused" | "done" | "error", key, value)."""
+    import signal
+    import socket
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes the socket
     connection = socket.socket(fileno=descriptor)
     try:

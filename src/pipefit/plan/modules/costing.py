@@ -24,7 +24,7 @@ from pipefit.cost.work import ParameterCounts, Recompute, StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Axis, Form, Group
 from pipefit.model.graph import Module
-from pipefit.plan.decisions import Sharding
+from pipefit.plan.decisions import Decisions, Sharding
 from pipefit.plan.modules.profile import ModuleProfile, Way
 from pipefit.plan.modules.samples import Samples
 from pipefit.plan.ragged import CONDITIONS, frozen_layers
@@ -53,6 +53,10 @@ class CostedWay:
     gives: Form
     load: SampleLoad
     "Of all layers together."
+
+    def is_of(self, own: Decisions) -> bool:
+        """Whether a module that lies so runs this way."""
+        return (self.shards, self.recompute) == (len(own.shards), own.recompute[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

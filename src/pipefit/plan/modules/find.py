@@ -22,7 +22,7 @@ from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.evaluate import evaluate
 from pipefit.plan.modules.asked import check_asked, inline_asked, sharing_asked
-from pipefit.plan.modules.costing import Costed, CostedWay, Costing, passes
+from pipefit.plan.modules.costing import Costed, Costing, passes
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, backbone_of, can_share, orchestrate
@@ -275,7 +275,7 @@ class _Finder:
         very order."""
         loads: list[SampleLoad] = []
         for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
-            index, way = next((i, way) for i, way in enumerate(costed.ways) if _is(way, own))
+            index, way = next((i, way) for i, way in enumerate(costed.ways) if way.is_of(own))
             seconds = costed.profile.ways[index].sample_s
             whole = float(seconds.sum()) or 1.0
             for start, stop in pairwise((0, *own.cuts, len(seconds))):
@@ -394,10 +394,6 @@ def _told(one: Evaluated) -> tuple[object, ...]:
     """What tells plans apart: their choices but for how far guests are ahead, and their steps."""
     words = one.decisions.words(())
     return (*(item for item in words.items() if item[0] not in ("ahead", "schedule")), one.step_s)
-
-
-def _is(way: CostedWay, own: Decisions) -> bool:
-    return (way.shards, way.recompute) == (len(own.shards), own.recompute[0])
 
 
 def _own(layout: ModuleLayout, costed: Costed) -> dict[str, Any]:

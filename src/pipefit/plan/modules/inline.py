@@ -119,11 +119,9 @@ class Joined:
 
     def least_s(self, microbatches: int, batch: int, devices: int) -> float:
         """Less than any step of so many microbatches, reductions apart: as `orchestrate` has it, of one module."""
-        samples, ways = batch // microbatches, self.profile.ways
-        mean = float(self.profile.weights.mean()) if self.profile.weights.size else 1.0
-        sums = [(way.shards, float(way.fixed_s.sum()), mean * float(way.sample_s.sum())) for way in ways]
-        through_s = min(fixed_s + sample_s for _, fixed_s, sample_s in sums)
-        work_s = min(shards * (fixed_s + samples * sample_s) for shards, fixed_s, sample_s in sums)
+        whole, sample_s = self.profile.whole, self.profile.mean * self.profile.whole.sample_s
+        through_s = float((whole.fixed_s + sample_s).min())
+        work_s = float((whole.shards * (whole.fixed_s + batch // microbatches * sample_s)).min())
         return through_s + (microbatches - 1) * work_s / devices
 
     def alike(self) -> NDArray[np.bool_]:

@@ -41,14 +41,10 @@ def neighbours(
             most = len(dict(decisions.modules)[decisions.backbone].shards)
             others += _regridded(own, most, samples)
         for other in others:
-            way = next((each for each in costed[place].ways if _is_way(each, other)), None)
+            way = next((each for each in costed[place].ways if each.is_of(other)), None)
             if way is not None:
                 made = (name, replace(other, sharding=way.sharding))
                 yield replace(decisions, modules=(*decisions.modules[:place], made, *decisions.modules[place + 1 :]))
-
-
-def _is_way(way: Any, own: Decisions) -> bool:
-    return (way.shards, way.recompute) == (len(own.shards), own.recompute[0])
 
 
 def _cut_elsewhere(own: Decisions, layers: int) -> Iterator[Decisions]:

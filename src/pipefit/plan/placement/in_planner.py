@@ -15,7 +15,7 @@ from pipefit.plan.evaluate import simulated
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.placement.links import links_differ
 from pipefit.plan.placement.lowered import Lowered, place_lowered
-from pipefit.plan.placement.search import Budget, place
+from pipefit.plan.placement.search import Budget, Placed, place
 from pipefit.plan.placement.shape import make_question
 from pipefit.plan.ports import in_step
 from pipefit.plan.types import Job
@@ -111,29 +111,28 @@ def moves_for(slots: int, most: int) -> int:
 
 def _placed(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
     """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
-    simulation = one.simulation
-    timeline = in_step(one).simulation.timeline
-    question = make_question(simulation.work, bench.network, bench.layers, timeline)
-    moves = moves_for(one.decisions.device_count, FIRST_MOVES)
-    found = place(question, timeline, Budget(moves=moves), compiled=compiled)
-    if found.step_s >= found.given_s:
-        return one
-    better = _on(bench, job, one, found.devices)
-    return better if better.simulation.fits and better.rank < one.rank else one
+    given, moves = _lowered(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
+    return _if_better(bench, job, one, place(given.question, given.timeline, Budget(moves=moves), compiled=compiled))
 
 
 def _placed_again(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
-    """The candidate on the best devices that a longer search finds, in the order of what it finds on its way."""
-
-    def lowered(made: Evaluated) -> Lowered:
-        timeline = in_step(made).simulation.timeline
-        question = make_question(made.simulation.work, bench.network, bench.layers, timeline)
-        return Lowered(question=question, timeline=timeline, step_s=made.step_s if made.simulation.fits else math.inf)
-
+    """The same by a longer search, in the order of what it finds on its way."""
     budget = Budget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
     found = place_lowered(
-        lowered(one), lambda devices: lowered(_on(bench, job, one, devices)), budget, compiled=compiled
+        _lowered(bench, one), lambda devices: _lowered(bench, _on(bench, job, one, devices)), budget, compiled=compiled
     )
+    return _if_better(bench, job, one, found)
+
+
+def _lowered(bench: Workbench, one: Evaluated) -> Lowered:
+    """What a placement search begins with; one that does not fit takes for ever."""
+    timeline = in_step(one).simulation.timeline
+    question = make_question(one.simulation.work, bench.network, bench.layers, timeline)
+    return Lowered(question=question, timeline=timeline, step_s=one.step_s if one.simulation.fits else math.inf)
+
+
+def _if_better(bench: Workbench, job: Job, one: Evaluated, found: Placed) -> Evaluated:
+    """The candidate on the devices found, or itself."""
     if found.step_s >= found.given_s:
         return one
     better = _on(bench, job, one, found.devices)
