@@ -183,3 +183,23 @@ def test_moves_of_one_device_are_its_part_of_all_moves_with_runs_of_their_own() 
     for device in two.devices:
         own = moves(shape, one, sent, two, received, receiver=device, replica_runs=runs)
         assert own == tuple(move for move in every if move.target == device)
+
+
+@given(st.data())
+def test_moves_between_runs_are_those_of_every_pair_of_replicas(data: st.DataObject) -> None:
+    """Runs one behind the other, some of them empty, on grids of unlike sizes: every pair compared by hand."""
+    length = data.draw(st.integers(1, 24))
+    groups, runs = list[Group](), list[tuple[tuple[int, int], ...]]()
+    for first in (0, 10):
+        cuts = sorted(data.draw(st.lists(st.integers(0, length), max_size=7)))
+        runs.append(tuple(itertools.pairwise((0, *cuts, length))))
+        groups.append(group((1,) * len(runs[-1]), first=first))
+    forms = (gathered(1), IDENTITY)
+    found = moves((1, length), groups[0], forms, groups[1], forms, replica_runs=(runs[0], runs[1]))
+    wanted = [
+        (source, target, (max(has[0], want[0]), min(has[1], want[1])))
+        for target, want in zip(groups[1].devices, runs[1], strict=True)
+        for source, has in zip(groups[0].devices, runs[0], strict=True)
+        if max(has[0], want[0]) < min(has[1], want[1])
+    ]
+    assert [(move.source, move.target, move.box[1]) for move in found] == wanted
