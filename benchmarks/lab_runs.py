@@ -39,6 +39,9 @@ TOKENS = 256
 SIZES = (8, 4096, 32_768, 131_072, 262_144)
 """Bytes of the messages that links are profiled with: what the plans here send."""
 
+TRIES = 3
+"""Of a profile: other work on the machine can make one invalid."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -171,11 +174,14 @@ def _measured(ranks: Sequence[dict[str, Any]]) -> Measured:
 
 
 def _start(lab: Lab, folder: Path, what: str, model: Model, task: dict[str, Any], devices: Sequence[int] = ()) -> None:
-    """Run the ranks; PipefitError with their last words where they fail, or where a profile was invalid."""
+    """Run the ranks; PipefitError with their last words where they fail, or where a profile was invalid every time."""
     save_model(model, folder / "model.json")
     (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-    said: list[str] = []
-    done = launch.run_judged(lab, ["python", str(RANKS), str(folder), what], devices=devices, say=said.append)
+    for _ in range(TRIES if what == "profile" else 1):
+        said: list[str] = []
+        done = launch.run_judged(lab, ["python", str(RANKS), str(folder), what], devices=devices, say=said.append)
+        if done.valid:
+            break
     if done.code and not (done.code == 2 and not done.valid and what == "plans"):
         seen = "\n".join(said[-12:]) if done.valid else done.pace
         raise PipefitError(f"The lab's {what} failed.", where=str(lab.path), seen=seen)

@@ -1,12 +1,15 @@
 """For all tests: one thread, so that measured bytes do not depend on the machine's cores; property tests have no
-deadline, because a busy machine is not a failure; which tests keep together where several processes run them; and the
-command line."""
+deadline, because a busy machine is not a failure; which tests keep together where several processes run them, and
+which have the machine to themselves; and the command line."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +47,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return together(nodeid)
 
     return Together(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that makes a lab waits until no other test of this project runs on the machine, and has it to itself: a
+    lab's devices and links keep their pace only where the cores have time. First, so that the waiting is not in the
+    test's time limit."""
+    alone = item.get_closest_marker("netns") is not None
+    path = Path(tempfile.gettempdir(), f"pipefit-tests-{os.getuid()}")
+    with open(f"{path}.turn", "w") as turn, open(f"{path}.room", "w") as room:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:  # else the turn is kept, so that no other test goes in before this one is out
+            fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:  # by hand: a process that the test forked and left to a later one has these files as well
+            fcntl.flock(room, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_UN)
 
 
 @pytest.fixture

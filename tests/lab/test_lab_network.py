@@ -97,10 +97,10 @@ def hosts_of(folder: Path, lab: LabFile) -> Iterator[Streams]:
 
 
 def together(hosts: Streams, pairs: list[Pair], allowed: float) -> float:
-    """The share of what is allowed that these streams carry together, at the best of four times: other work on the
+    """The share of what is allowed that these streams carry together, at the best of eight times: other work on the
     machine only ever takes away."""
     most = 0.0
-    for _ in range(4):
+    for _ in range(8):
         most = max(most, sum(hosts.measure(pairs, 1.2).values()) / allowed)
         if most > 0.9:
             break
