@@ -31,6 +31,7 @@ def invoke(*arguments: str) -> str:
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_processes_train_save_and_one_process_goes_on(tmp_path):
     from transformers import AutoModelForCausalLM
 

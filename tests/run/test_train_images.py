@@ -63,6 +63,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_one_process_and_four_train_alike_and_go_on_from_each_other(tmp_path: Path) -> None:
     model, index = small_model(), write_index(tmp_path)
     alone = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)

@@ -52,6 +52,10 @@ def train_here(plan: Path, text: Path, run: Path, *options: str, steps: int = 1)
     return result.exit_code, result.stderr
 
 
+TIME_LIMIT_S = 280
+"""Of a command: on two cores with other work it takes some times as long as alone."""
+
+
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **extra}
 
@@ -67,7 +71,7 @@ def start(words: list[str], **extra: str) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=TIME_LIMIT_S)
     finally:
         _end(process)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
