@@ -110,7 +110,7 @@ class Monolithic:
             return None
         if arranging is None:
             arranging = replace(self.arranging(layout), order=False)
-        shares = [own.replicas for _, own in decisions.modules for _ in range(own.stage_count)]
+        shares = [(own.replicas, 1) for _, own in decisions.modules for _ in range(own.stage_count)]
         order = arranged_samples(self.samples, batch, arranging, shares, layout.microbatches)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
         spaces = [self.samples.space(name, self.job, batch, order) for name in names]

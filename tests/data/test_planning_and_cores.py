@@ -31,7 +31,7 @@ def test_sampled_batches_are_those_of_the_run_and_stand_as_in_it() -> None:
     samples = sampled(rows, 24, 3, seed=shape.seed, where="m.jsonl")
     assert samples.tokens["patches"].shape == (3, 24) and "latents" not in samples.tokens
     for step in range(3):
-        order = arranged_samples(samples, step, arranging, shape.shares, 4)
+        order = arranged_samples(samples, step, arranging, [(own, 1) for own in shape.shares], 4)
         run = multimodal_step(replace(shape, arranging=arranging), rows, step)
         assert samples.tokens["patches"][step][order].tolist() == run.counts["patches"].tolist()
         assert samples.squares["patches"][step][order].tolist() == (run.counts["patches"] ** 2).tolist()

@@ -108,9 +108,11 @@ def test_the_optimum_is_that_of_trying_everything(seed: int) -> None:
 
 
 def shared_brute_force(
-    profiles: list[ModuleProfile], backbone: int, guests: set[int], devices: int, batch: int, limit: float
-) -> float:
-    """Every layout of the modules with devices of their own, every way of the guests, in plain loops."""
+    profiles: list[ModuleProfile], backbone: int, guests: set[int], devices: int, batch: int, limit: float,
+    multiple: int = 1,
+) -> float:  # fmt: skip
+    """Every layout of the modules with devices of their own, every way of the guests, in plain loops. The guests take
+    so many microbatches together."""
     best = math.inf
     own = [place for place in range(len(profiles)) if place not in guests]
     for count in (count for count in range(1, batch + 1) if batch % count == 0):
@@ -123,7 +125,7 @@ def shared_brute_force(
                 continue
             for guest_ways in itertools.product(*ways):
                 with_guests = dict(zip(sorted(guests), guest_ways, strict=True))
-                best = min(best, shared_step(profiles, backbone, each, with_guests, count, samples, limit))
+                best = min(best, shared_step(profiles, backbone, each, with_guests, count, samples, limit, multiple))
     return best
 
 
@@ -142,6 +144,7 @@ def shared_step(
     count: int,
     samples: int,
     limit: float,
+    multiple: int = 1,
 ) -> float:
     """The step of one layout of everything, infinite where it does not fit or go."""
     runs: dict[int, list[tuple[float, ...]]] = {}
@@ -159,24 +162,27 @@ def shared_step(
             ))  # fmt: skip
     lanes, lane = len(runs[backbone]), each[backbone][0].shards * each[backbone][2]
     behind = {place: sum(len(runs[other]) for other in runs if other > place) for place in runs}
-    units, first, guest_bytes, ahead, guest_reduce = math.ceil(count / lanes), 0.0, 0.0, 0.0, 0.0
+    units, first, guest_bytes, ahead, guest_reduce = math.ceil(count // multiple / lanes), 0.0, 0.0, 0.0, 0.0
     slowest_b, through_b = max(one[0] for one in runs[backbone]), sum(one[0] for one in runs[backbone])
     times = {}
     for place, way in guests.items():
         profile, replicas = profiles[place], lane // way.shards
-        if replicas * way.shards != lane or replicas > samples or lanes > count:
+        if replicas * way.shards != lane or replicas > samples * multiple or lanes > count // multiple:
             return math.inf
-        mean, most = fullest_loads(profile.weights, count, replicas, samples)
+        if count % multiple or (multiple > 1 and way.shards > 1):
+            return math.inf
+        mean, most = fullest_loads(profile.weights, count // multiple, replicas, samples * multiple)
         times[place] = sum(way.fixed_s) + mean * sum(way.sample_s) + profile.overhead_s
         guest_bytes += sum(way.static_bytes) + sum(way.state_bytes) / replicas + most * max(way.passing_bytes)
-        alive = min(units, math.ceil((lanes + behind[backbone]) / lanes) + 1) if place < backbone else 1
+        flying = math.ceil((lanes + behind[backbone]) / (lanes * multiple))
+        alive = min(units, flying + 1) if place < backbone else 1
         guest_bytes += alive * most * sum(way.saved_bytes)
         guest_reduce += 2 * (1 - 1 / (replicas * lanes)) * profile.reduce_s_per_byte * sum(way.gradient_bytes)
     first = sum(times.values())
     more = max(0.0, first * (units - 1) - max(0.0, through_b - slowest_b)) / max(1, count - 1)
     for place, seconds in times.items():
         if place > backbone:
-            ahead += math.ceil(seconds / (slowest_b + more))
+            ahead += multiple * math.ceil(seconds / (multiple * (slowest_b + more)))
     for place, own in runs.items():
         for index, (_, held, saved, _) in enumerate(own):
             flying = len(own) - index + behind[place] + (ahead if place == backbone else 0)
@@ -208,6 +214,23 @@ def test_sharing_is_as_good_as_trying_everything(seed: int) -> None:
         assert min(own, default=math.inf) == pytest.approx(wanted, rel=1e-9)
     steps = [one.step_s for one in found.best]
     assert steps == sorted(steps) and steps
+
+
+@pytest.mark.parametrize(("seed", "multiple"), [(0, 2), (1, 2), (2, 3), (3, 3)])
+def test_guests_that_take_several_microbatches_are_as_good_as_trying_everything(seed: int, multiple: int) -> None:
+    random = np.random.default_rng(seed)
+    profiles = [random_profile(f"m{i}", random, layers, heavy=i != 2) for i, layers in enumerate((2, 3, 2))]
+    devices, limit = int(random.integers(3, 7)), float(random.uniform(40.0, 80.0))
+    fixed = {name: {"multiple": multiple} for name in ("m0", "m2")}
+    found = 0
+    for guests in (frozenset(names) for names in (("m0",), ("m2",), ("m0", "m2"))):
+        best = orchestrate(profiles, devices, 6, limit, sharing=[guests], fixed=fixed).best
+        places = {index for index, one in enumerate(profiles) if one.name in guests}
+        wanted = shared_brute_force(profiles, 1, places, devices, 6, limit, multiple)
+        assert min((one.step_s for one in best), default=math.inf) == pytest.approx(wanted, rel=1e-9)
+        assert all(one.multiple == (multiple if one.shared else 1) for layout in best for one in layout.modules)
+        found += bool(best)
+    assert found >= 2, "most of them can lie so"
 
 
 def together(

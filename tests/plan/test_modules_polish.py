@@ -58,6 +58,29 @@ def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
     ]
 
 
+def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_together() -> None:
+    """Two lanes of two devices, eight microbatches of a sample: two replicas need two of them."""
+    common = {"microbatches": 8, "zero1": True}
+    language = Decisions(**common, stages=2, cuts=(2,), replicas=(1,), shards=(1, 1), sharding="megatron-sp",
+                         devices=(0, 1, 2, 3))  # fmt: skip
+    own = ModuleDecisions(
+        **common, schedule="1f1b", backbone="language", guests=("vision",), inline=(),
+        modules=(("vision", Decisions(**common, replicas=(1,), shards=(1, 1), sharding="megatron-sp")),
+                 ("language", language), ("generator", Decisions(**common, devices=(4,)))),
+    )  # fmt: skip
+
+    def multiples(one: ModuleDecisions, samples: int, **pins: object) -> list[tuple[int, int, int]]:
+        grids = [(dict(each.modules)["vision"], each) for each in neighbours(one, finder().costed, samples, pins)]
+        found = [(each.multiple_of("vision"), len(grid.replicas), len(grid.shards)) for grid, each in grids]
+        return sorted({*found} - {(one.multiple_of("vision"), *map(len, (grids[0][0].replicas, grids[0][0].shards)))})
+
+    assert multiples(own, 1) == [(2, 2, 1), (4, 2, 1)], "a unit for either lane, and no shards"
+    assert multiples(own, 1, **{"vision.multiple": 1}) == multiples(own, 1, **{"vision.shards": (1, 1)}) == []
+    four = next(each for each in neighbours(own, finder().costed, 1, {}) if each.multiple_of("vision") == 4)
+    assert (2, 2, 1) in multiples(four, 1) and (1, 2, 1) not in multiples(four, 1)
+    assert {**four.words(())}["vision.multiple"] == "4" and "4 microbatches together" in four.text()
+
+
 def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
     """From the worst cut with everything recomputed, as far as trying every cut, recomputation and grid goes."""
     search, known = finder(), dict[ModuleDecisions, Evaluated]()

@@ -17,6 +17,7 @@ from pipefit.plan.pins import parse_pins
 FIXES = (
     ("microbatches=2", "vision.replicas=3", "language.stages=2", "generator.replicas=2"),
     ("microbatches=3", "vision.replicas=2", "language.shards=2", "generator.recompute=full", "schedule=zb-h1"),
+    ("microbatches=6", "vision.multiple=3", "language.shards=2", "language.stages=2", "generator.multiple=2"),
 )
 
 
@@ -27,7 +28,7 @@ def test_planned_runs_are_exact(gloo_pool, frozen):
     samples = Samples(
         tokens=counts, squares={space: 3 * table for space, table in counts.items()}, note="samples: toys"
     )
-    for fixes in FIXES[: 2 - len(frozen)]:
+    for fixes in FIXES[:: 2 if frozen else 1]:
         plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(fixes), samples=samples)
         check_plan(plan, model)
         assert all(plan.decisions[key] == value for key, value in (fix.split("=") for fix in fixes))

@@ -95,13 +95,14 @@ KEYS: Mapping[str, Key] = {
         "disjoint, shared or inline: devices of their own, those of the largest, or its first and last lane",
         _choice("disjoint", "shared", "inline"),
     ),
+    "multiple": Key("a count of microbatches that a module on shared devices takes together", _count),
     "ahead": Key("a count of units that a module on shared devices is ahead", _count),
     "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
     "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
 
 
-MODULES_ALONE = ("modules", "ahead")
+MODULES_ALONE = ("modules", "ahead", "multiple")
 """Keys that mean nothing where a model has one module."""
 
 

@@ -8,7 +8,7 @@ tokens of its samples, one behind the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -21,22 +21,32 @@ CONDITIONS: Mapping[str, str] = {"I": "patches", "L": "latents"}
 """Symbols of the graphs in which a packed row meets a sequence, and whose tokens they are."""
 
 
-def packed_sizes(space: Space, microbatches: int, shares: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """[microbatch][replica]: (tokens, sum of images' tokens squared); empty where rows are alike."""
+def packed_sizes(
+    space: Space, microbatches: int, shares: Sequence[int], multiple: int = 1
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """[microbatch][replica]: (tokens, sum of images' tokens squared); empty where rows are alike. Of a stage that takes
+    `multiple` microbatches together, for each of them what all of them have."""
     if not space.counts:
         return ()
-    tokens = _by_replica(space.counts, microbatches, shares)
-    squares = _by_replica(space.squares or [count * count for count in space.counts], microbatches, shares)
-    return tuple(tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), squares.tolist(), strict=True))
+    squares = space.squares or [count * count for count in space.counts]
+    each = [
+        _by_replica(one, microbatches // multiple, shares).repeat(multiple, axis=0) for one in (space.counts, squares)
+    ]
+    return tuple(tuple(zip(*row, strict=True)) for row in zip(*(one.tolist() for one in each), strict=True))
 
 
 def edge_sizes(
-    space: Space, microbatches: int, source: Group, target: Group
+    space: Space, microbatches: int, source: Group, target: Group, multiples: tuple[int, int] = (1, 1)
 ) -> Iterator[tuple[int, tuple[list[Run], list[Run]]]]:
-    """Of every microbatch: all tokens, and the runs of them that the replicas of both groups hold."""
-    both = [_by_replica(space.counts, microbatches, group.axis("replica").shares) for group in (source, target)]
-    for sent, taken in zip(*(each.tolist() for each in both), strict=True):
-        yield sum(sent), (_runs(sent), _runs(taken))
+    """Of every microbatch: all tokens, and the runs of them that the replicas of both groups hold, whose stages take so
+    many microbatches together."""
+    ends = [
+        _runs_of(space.counts, microbatches, group.axis("replica").shares, multiple)
+        for group, multiple in zip((source, target), multiples, strict=True)
+    ]
+    totals = np.asarray(space.counts, dtype=np.int64).reshape(microbatches, -1).sum(axis=1)
+    for total, sent, taken in zip(totals.tolist(), *ends, strict=True):
+        yield total, (sent, taken)
 
 
 def conditions(spaces: Sequence[Space], microbatches: int, share: float) -> tuple[tuple[str, int], ...]:
@@ -72,6 +82,13 @@ def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int])
     return found
 
 
-def _runs(counts: Sequence[int]) -> list[Run]:
-    stops = list(accumulate(counts))
-    return list(zip([0, *stops[:-1]], stops, strict=True))
+def _runs_of(counts: Sequence[int], microbatches: int, shares: Sequence[int], multiple: int) -> Iterator[list[Run]]:
+    """For every microbatch, which run of its tokens each replica holds: the part of the replica's run of all that are
+    taken together that falls into the microbatch."""
+    units = _by_replica(counts, microbatches // multiple, shares)
+    totals = np.asarray(counts, dtype=np.int64).reshape(microbatches // multiple, multiple, -1).sum(axis=2)
+    for own, each in zip(units.tolist(), totals.tolist(), strict=True):
+        bounds = list(accumulate(own, initial=0))
+        for start, total in zip(accumulate(each, initial=0), each, strict=False):
+            inside = [min(max(0, bound - start), total) for bound in bounds]
+            yield list(pairwise(inside))

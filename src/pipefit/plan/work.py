@@ -77,14 +77,16 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
                 lane=parts.placement[index],
                 group=group,
                 layers=tuple(program.graphs for program in made),
-                rows=_rows(space, parts.microbatches, group),
+                rows=_rows(space, parts.microbatches // stage.microbatch_multiple, group),
                 slices=_slices(space, parts),
                 recompute=stage.recompute,
                 parameters=programs.counts(layers, sharding_key(stage), shares),
                 split_state=parts.split_state[index],
                 shares=own_shares(made, shares),
-                symbols=conditions(parts.spaces, parts.microbatches, max(replicas) / sum(replicas)),
-                packed=packed_sizes(space, parts.microbatches, replicas),
+                symbols=conditions(
+                    parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
+                ),
+                packed=packed_sizes(space, parts.microbatches, replicas, stage.microbatch_multiple),
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
                 turns=stage.turns,
             )
@@ -134,7 +136,7 @@ def _rings(groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
 
 
 def _rows(space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
-    """Rows of one microbatch on each replica."""
+    """Rows of one of so many parts of the batch on each replica."""
     runs = split(space.rows // microbatches, group.axis("replica").shares)
     return tuple(stop - start for start, stop in runs)
 
@@ -184,8 +186,9 @@ def _ragged(
     """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples. None
     of microbatches that one of the stages does not take."""
     ahead, back = groups
-    sizes = list(edge_sizes(packed, parts.microbatches, ahead, back))
     ends = [parts.stages[stage] for stage in (edge.source, edge.target)]
+    together = (ends[0].microbatch_multiple, ends[1].microbatch_multiple)
+    sizes = list(edge_sizes(packed, parts.microbatches, ahead, back, together))
     turns = [Turn(stage.turn, stage.turns, stage.microbatch_multiple) for stage in ends]
     live = [all(turn.takes(index) for turn in turns) for index in range(len(sizes))]
     exact = len(ahead.devices) * len(back.devices) <= PAIRS

@@ -6,15 +6,13 @@ the very code that arranges the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from pipefit.data.multimodal.arrange import arranged
 from pipefit.data.multimodal.loads import Ints
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.stepplan import BatchShape
-from pipefit.plan.modules.samples import Samples
+from pipefit.plan.modules.samples import Samples, Shares
 from pipefit.plan.types import Arranging
 
 
@@ -30,9 +28,7 @@ def sampled(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: st
     )
 
 
-def arranged_samples(
-    samples: Samples, batch: int, arranging: Arranging, shares: Sequence[tuple[int, ...]], count: int
-) -> Ints:
+def arranged_samples(samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int) -> Ints:
     """For every position of the batch, which of its samples stands there (see `pipefit.plan.modules.samples.Arrange`):
     as a run arranges it whose stages have these shares, with 1F1B where it orders microbatches."""
     size = next((table.shape[1] for table in samples.tokens.values()), 0)
@@ -41,8 +37,8 @@ def arranged_samples(
         seed=0,
         microbatches=count,
         slices=((0, 1),),
-        shares=tuple(shares),
-        multiples=(1,) * len(shares),
+        shares=tuple(own for own, _ in shares),
+        multiples=tuple(multiple for _, multiple in shares),
         arranging=arranging,
     )
     return arranged(shape, rows_of_samples(samples, batch), np.arange(size, dtype=np.int64))

@@ -17,7 +17,7 @@ from pipefit.schedule.problem import linear
 COMMON = ("microbatches", "schedule", "zero1", "devices", "modules", "ahead")
 """What can be pinned for all modules together."""
 
-OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement")
+OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple")
 """What can be pinned for each."""
 
 APART = ("stages", "devices")
@@ -74,6 +74,20 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
                 seen=f"batch {job.batch}, microbatches {value}",
                 allowed="a divisor of the batch",
             )
+        elif own == "multiple" and ("microbatches" in pins and pins["microbatches"] % value):
+            yield PlanError(
+                "The microbatches are no multiple of what a module takes together.",
+                where=f"--fix {key}",
+                seen=f"{value} of {pins['microbatches']} microbatches",
+                allowed="a divisor of the count of microbatches",
+            )
+        elif own == "multiple" and value > 1 and len(pins.get(f"{module}.shards", (1,))) > 1:
+            yield PlanError(
+                "A module that takes several microbatches together is not sharded.",
+                where=f"--fix {key}",
+                seen=f"{value}, {len(pins[f'{module}.shards'])} shards",
+                next_step=f"--fix {module}.shards=1: its replicas divide what it takes among them",
+            )
         elif own == "schedule" and FAMILIES[value].placement(4) != linear(4):
             yield PlanError(
                 "Several modules are planned with a stage a lane, which this schedule is not made for.",
@@ -90,12 +104,20 @@ def sharing_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collectio
     choices = []
     for name in names:
         pinned = [f"{name}.{key}" for key in APART if f"{name}.{key}" in pins]
-        explicit = pins.get(f"{name}.placement") == "shared"
+        together = f"{name}.multiple" in pins
+        explicit = pins.get(f"{name}.placement") == "shared" or together
+        if together and asked[name] not in (None, "shared"):
+            raise PlanError(
+                "Only a module that shares devices takes several microbatches together.",
+                where=f"--fix {name}.multiple",
+                seen=f"{pins[f'{name}.multiple']}, placement {asked[name]}",
+                next_step=f"drop it, or --fix {name}.placement=shared",
+            )
         if explicit and name not in able:
             raise PlanError(
                 "This module cannot share the devices of another.",
-                where=f"--fix {name}.placement",
-                seen="shared",
+                where=f"--fix {name}.{'multiple' if together else 'placement'}",
+                seen=pins[f"{name}.multiple"] if together else "shared",
                 allowed=f"shared for {', '.join(sorted(able))}" if able else "disjoint for every module of this model",
                 next_step="modules at an end of the chain, beside the one with most work, can share its devices",
             )
@@ -107,7 +129,7 @@ def sharing_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collectio
                 next_step=f"drop --fix {pinned[0]}, or fix {name}.placement=disjoint",
             )
         if name in able and not pinned and asked[name] != "disjoint":
-            choices.append(((name,),) if asked[name] == "shared" else ((), (name,)))
+            choices.append(((name,),) if explicit or asked[name] == "shared" else ((), (name,)))
     if pins.get("modules") == "shared" and not choices:
         raise PlanError(
             "No module can share the devices of another, as it is asked for.",
@@ -135,7 +157,8 @@ def inline_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection
             allowed=f"inline for {' and '.join(sorted(able))}" if beside and able else "disjoint or shared",
             next_step="every other module has to stand beside the one with most work, at an end of the chain",
         )
-    kept = [f"{name}.{key}" for name in names if name in able for key in APART if f"{name}.{key}" in pins]
+    others = (*APART, "multiple")
+    kept = [f"{name}.{key}" for name in names if name in able for key in others if f"{name}.{key}" in pins]
     kept += [f"{name}.placement" for name in able if pins.get(f"{name}.placement", "inline") != "inline"]
     kept += ["modules"] if pins.get("modules", "inline") != "inline" else []
     backbone = next((name for name in names if name not in able), "")

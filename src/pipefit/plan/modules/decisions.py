@@ -28,6 +28,8 @@ class ModuleDecisions(Decisions):
     guests: tuple[str, ...] = ()
     inline: tuple[str, ...] = ()
     "Those in one stage on an end of the backbone: before it on its first lane, behind it on its last one."
+    multiples: tuple[tuple[str, int], ...] = ()
+    "Of guests that take several microbatches together, how many: they divide the count of microbatches."
     ahead: int = 1
     "The `window` of the order (`schedule.multiplexed`), where there are guests."
 
@@ -44,6 +46,15 @@ class ModuleDecisions(Decisions):
     def placed(self) -> tuple[tuple[str, str], ...]:
         """The modules that share devices, each with its word."""
         return tuple((name, word) for name, _ in self.modules if (word := self.placement_of(name)) != "disjoint")
+
+    def multiple_of(self, module: str) -> int:
+        """How many microbatches a module takes together."""
+        return dict(self.multiples).get(module, 1)
+
+    @property
+    def shares_of_stages(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """See `samples.Shares`."""
+        return tuple((own.replicas, self.multiple_of(name)) for name, own in self.stages_of)
 
     def copies(self, module: str) -> int:
         """The stages that hold the same layers: for a guest as many as the backbone has lanes."""
@@ -115,6 +126,8 @@ class ModuleDecisions(Decisions):
                 found[f"{name}.devices"] = str(own.device_count)
             if name != self.backbone:
                 found[f"{name}.placement"] = self.placement_of(name)
+            if name in self.guests:
+                found[f"{name}.multiple"] = str(self.multiple_of(name))
         common = {"microbatches": self.microbatches, "schedule": self.schedule, "zero1": str(self.zero1).lower()}
         if self.guests:
             common["ahead"] = self.ahead
@@ -129,6 +142,8 @@ class ModuleDecisions(Decisions):
             again = f", recompute {own.recompute[0]}" if own.recompute != ("none",) else ""
             if name in self.guests:
                 turns = f"{len(own.replicas)} replicas{shards} on each of {self.copies(name)} lanes"
+                if self.multiple_of(name) > 1:
+                    turns += f", {self.multiple_of(name)} microbatches together"
                 each.append(f"{name} on those of {self.backbone}: {turns}{again}")
                 continue
             if name in self.inline:

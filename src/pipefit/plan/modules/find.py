@@ -249,10 +249,9 @@ class _Finder:
     def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
         """One plan on one sampled batch; None where it does not fit or cannot be made. What is to be kept is looked at
         in passing: samples are balanced, but microbatches stay in the order that this gives."""
-        shares = [own.replicas for _, own in decisions.stages_of]
         arranging = self.loads(decisions)
         looking = replace(arranging, order=False) if keep else arranging
-        order = self.arrange(self.samples, batch, looking, shares, decisions.microbatches)
+        order = self.arrange(self.samples, batch, looking, decisions.shares_of_stages, decisions.microbatches)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
         spaces = [self.samples.space(name, self.job, batch, order) for name in names]
         try:
@@ -302,9 +301,11 @@ class _Finder:
             for layout, costed in zip(arrangement.modules, self.costed, strict=True)
         )
         guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
+        multiples = tuple((layout.module, layout.multiple) for layout in arrangement.modules if layout.multiple > 1)
         made = ModuleDecisions(
-            **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline
-        )
+            **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline,
+            multiples=multiples,
+        )  # fmt: skip
         return made if within_hosts(made, hosts) else None
 
     def result(self) -> ModulesFound:
@@ -376,7 +377,7 @@ class _Finder:
         )
 
 
-FIXED = ("replicas", "stages", "devices")
+FIXED = ("replicas", "stages", "devices", "multiple")
 
 
 def _plain(one: Evaluated) -> ModuleDecisions:

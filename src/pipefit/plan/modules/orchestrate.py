@@ -46,6 +46,8 @@ class ModuleLayout:
     shared: bool = False
     "Whether it lies whole on every lane of the module with most work, which has the devices; replicas and shards are"
     " then those of one lane."
+    multiple: int = 1
+    "The microbatches that it takes together, if it shares."
     inline: bool = False
     "Whether it lies on that module's first or last lane alone; replicas and shards are those there."
 
@@ -112,7 +114,8 @@ def orchestrate(
 
     `counts`: the numbers of microbatches to consider, by default all that divide the batch. `passes[i]` [way of module
     i, way of the next one]: whether they go together; none: all do. `fixed`: of modules by name, the `replicas`,
-    `stages` or `devices` that are given. `sharing`: the choices, each the names of modules that `can_share`.
+    `stages` or `devices` that are given, and the `multiple` of those that share. `sharing`: the choices, each the names
+    of modules that `can_share`.
     """
     each = list(counts) if counts is not None else [count for count in range(1, batch + 1) if batch % count == 0]
     known, backbone = Known(), backbone_of(profiles)
@@ -161,6 +164,7 @@ def _arrangement(modules: Modules, kept: Kept) -> Arrangement:
             cuts=(),
             recompute=chosen.recompute,
             shared=True,
+            multiple=guest.multiple,
         )
     return Arrangement(
         microbatches=-minus_count, modules=tuple(own[profile.name] for profile in modules.whole), step_s=-minus_s

@@ -45,7 +45,15 @@ def module_parts(
         for turn, placed in enumerate(_placed(decisions, name, own)):
             for stage in make_stages(modules[name], placed, placed.cuts, programs):
                 runs[-1].append(len(stages))
-                stages.append(replace(stage, group=stage.group + len(groups), turn=turn, turns=decisions.copies(name)))
+                stages.append(
+                    replace(
+                        stage,
+                        group=stage.group + len(groups),
+                        turn=turn,
+                        turns=decisions.copies(name),
+                        microbatch_multiple=decisions.multiple_of(name),
+                    )
+                )
                 split_state.append(decisions.zero1 and len(own.replicas) > 1)
             groups += make_groups(placed)
     return Parts(

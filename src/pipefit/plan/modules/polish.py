@@ -1,4 +1,5 @@
-"""Layouts next to a good one: a stage's end one layer on, another module recomputed, a grid in line one step finer.
+"""Layouts next to a good one: a stage's end one layer on, another module recomputed, a grid in line one step finer, a
+module on shared devices with twice or half as many microbatches together.
 
 The short list is made by a closed form that knows neither the order of actions nor what exactly a device holds at its
 fullest. So the best layouts are changed a little, one thing at a time, as long as the simulator finds them faster.
@@ -43,8 +44,31 @@ def neighbours(
         for other in others:
             way = next((each for each in costed[place].ways if each.is_of(other)), None)
             if way is not None:
-                made = (name, replace(other, sharding=way.sharding))
-                yield replace(decisions, modules=(*decisions.modules[:place], made, *decisions.modules[place + 1 :]))
+                yield _with(decisions, place, replace(other, sharding=way.sharding))
+        if name in decisions.guests and f"{name}.multiple" not in pins:
+            for multiple, other in _together(decisions, name, own, samples):
+                if other == own or not {f"{name}.shards", f"{name}.replicas"} & {*pins}:
+                    multiples = {**dict(decisions.multiples), name: multiple}
+                    made = _with(decisions, place, other)
+                    yield replace(made, multiples=tuple((each, n) for each, n in multiples.items() if n > 1))
+
+
+def _with(decisions: ModuleDecisions, place: int, own: Decisions) -> ModuleDecisions:
+    """With this in the place of what a module has."""
+    made = (decisions.modules[place][0], own)
+    return replace(decisions, modules=(*decisions.modules[:place], made, *decisions.modules[place + 1 :]))
+
+
+def _together(decisions: ModuleDecisions, name: str, own: Decisions, samples: int) -> Iterator[tuple[int, Decisions]]:
+    """Twice, four times and half as many microbatches together as a guest takes, of so many samples: several only
+    without shards, a unit for every lane, and a sample of it for every replica."""
+    whole = replace(own, replicas=(1,) * (len(own.replicas) * len(own.shards)), shards=(1,), sharding="none")
+    now = decisions.multiple_of(name)
+    least = max(2 * now, -(-len(whole.replicas) // samples))
+    for multiple, other in [(least, whole), (2 * least, whole), *([(now // 2, own)] if now % 2 == 0 else [])]:
+        units, rest = divmod(decisions.microbatches, multiple)
+        if not rest and units >= decisions.copies(name) and len(other.replicas) <= multiple * samples:
+            yield multiple, other
 
 
 def _cut_elsewhere(own: Decisions, layers: int) -> Iterator[Decisions]:

@@ -20,9 +20,12 @@ from pipefit.model.graph import Model
 from pipefit.plan.bounds import Ints
 from pipefit.plan.types import Arranging, Job, Space
 
-Arrange = Callable[["Samples", int, Arranging, Sequence[tuple[int, ...]], int], Ints]
-"""(samples, which batch, loads of the stages, replica shares of the stages, microbatches) -> for every position of the
-batch, which of its samples stands there."""
+Shares = Sequence[tuple[tuple[int, ...], int]]
+"""Of every stage, the shares of its replicas, and how many microbatches it takes together."""
+
+Arrange = Callable[["Samples", int, Arranging, Shares, int], Ints]
+"""(samples, which batch, loads of the stages, their shares, microbatches) -> for every position of the batch, which of
+its samples stands there."""
 
 ASSUMED_PART = 4
 """Where nothing is known of the samples: every sample has one image of the sequence's tokens over this."""
@@ -79,12 +82,12 @@ def assumed_samples(model: Model, job: Job) -> Samples:
     )
 
 
-def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Sequence[tuple[int, ...]], count: int) -> Ints:
+def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int) -> Ints:
     """An `Arrange`: samples go into bins, the heaviest first, each into the bin with the least load that has room
     (longest processing time first, Graham 1969). A bin is what a replica of the most finely divided stage has in one
-    microbatch; bins that are alike come together in one, because it waits for its fullest, and light microbatches
-    alternate with heavy ones. Where the replicas are uneven, microbatches are balanced first and then each of them.
-    The load of a sample is the sum over stages of its part of the stage's work."""
+    microbatch (of those that take them one by one); bins that are alike come together in one, because it waits for its
+    fullest, and light microbatches alternate with heavy ones. Where the replicas are uneven, microbatches are balanced
+    first and then each of them. The load of a sample is the sum over stages of its part of the stage's work."""
     size = next(iter(samples.tokens.values())).shape[1] if samples.tokens else 0
     if not size:
         return np.zeros(0, dtype=np.int64)
@@ -95,7 +98,7 @@ def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Sequence[t
             load += own * (1.0 + one.backward)
     if not arranging.balance or not load.any():
         return np.arange(size, dtype=np.int64)
-    finest = max(shares, key=len)
+    finest = max((own for own, multiple in shares if multiple == 1), key=len)
     rooms = [stop - start for start, stop in split(size // count, finest)]
     heaviest = np.argsort(-load, kind="stable")
     if len({*rooms}) == 1:

@@ -61,8 +61,10 @@ class Modules:
             if profiles[place].name in guests:
                 feeds = place < backbone
                 own = (between.pop(0) if feeds else between.pop().T) if between else None
-                replicas = fixed.get(profiles[place].name, {}).get("replicas", 0)
-                self.guests.append(Guest(profile=profiles[place], feeds=feeds, passes=own, fixed=replicas))
+                given = fixed.get(profiles[place].name, {})
+                replicas, multiple = given.get("replicas", 0), given.get("multiple", 1)
+                guest = Guest(profile=profiles[place], feeds=feeds, passes=own, fixed=replicas, multiple=multiple)
+                self.guests.append(guest)
         self.passes: Sequence[NDArray[np.bool_]] = between
         self.own = [one for one in profiles if one.name not in guests]
         self.backbone = self.own.index(profiles[backbone])

@@ -39,6 +39,8 @@ class Guest:
     "[way of the guest, way of the backbone]: whether the hidden state can go between them; None: it always can."
     fixed: int = 0
     "Its replicas on a lane, where they are given."
+    multiple: int = 1
+    "How many microbatches it takes together; one that takes several is not sharded."
 
 
 class Sharing:
@@ -58,14 +60,15 @@ class Sharing:
     def least(self, options: Options) -> Options:
         """Less than any layout with guests: each as fast as its fastest way could be, its samples dealt out evenly.
         Only layouts of the backbone with a unit for every lane; `beside` says which one of `options` each is."""
-        number = np.flatnonzero(options.stages <= self.microbatches)
+        number = np.flatnonzero(options.stages <= min(self.units(guest) for guest in self.guests))
         options = replace(options.only(number), beside=number[:, None])
         sizes, size = distinct(options.devices // options.stages)
         each = np.zeros((len(self.guests), options.size))
         for place, guest in enumerate(self.guests):
             profile, whole = guest.profile, guest.profile.whole
             replicas, fits = self.replicas(guest, sizes)
-            seconds = whole.fixed_s[:, None] + profile.mean * self.samples / replicas * whole.sample_s[:, None]
+            mean = profile.mean * self.samples * guest.multiple
+            seconds = whole.fixed_s[:, None] + mean / replicas * whole.sample_s[:, None]
             each[place] = np.where(fits, seconds + profile.overhead_s, np.inf).min(axis=0)[size]
         able = np.flatnonzero(np.isfinite(each).all(axis=0))
         options = options.only(able)
@@ -84,7 +87,7 @@ class Sharing:
                 goes &= guest.passes[:, options.way[index]]
             way, before = np.nonzero(goes)
             counts, index = replicas[way, size[before]], index[before]
-            own_s = whole.fixed_s[way] + self.loads(profile, counts)[0] * whole.sample_s[way] + profile.overhead_s
+            own_s = whole.fixed_s[way] + self.guest_loads(guest, counts)[0] * whole.sample_s[way] + profile.overhead_s
             over = 1.0 - 1.0 / (counts * options.stages[index])
             reduce_s = reduce_s[before] + 2.0 * over * profile.reduce_s_per_byte * whole.gradient_bytes[way]
             each = np.vstack((each[:, before], own_s))
@@ -106,8 +109,9 @@ class Sharing:
 
     def _joined(self, options: Options, each_s: Array, reduce_s: Array) -> Options:
         """The times of the backbone's layouts with those of one unit of each guest, [guest, layout]."""
-        first_s = each_s.sum(axis=0)
-        others_s = first_s * (np.ceil(self.microbatches / options.stages) - 1.0)
+        first_s, others_s = each_s.sum(axis=0), np.zeros(options.size)
+        for guest, own_s in zip(self.guests, each_s, strict=True):
+            others_s += own_s * (np.ceil(self.units(guest) / options.stages) - 1.0)
         idle_s = np.maximum(0.0, options.through_s - options.slowest_s)
         more_s = np.maximum(0.0, others_s - idle_s) / max(1, self.microbatches - 1)
         return replace(
@@ -122,16 +126,28 @@ class Sharing:
         a sample for each replica."""
         shards = guest.profile.whole.shards[:, None]
         replicas = devices // shards
-        fits = (replicas * shards == devices) & (replicas <= self.samples)
+        fits = (replicas * shards == devices) & (replicas <= self.samples * guest.multiple)
+        if guest.multiple > 1:
+            fits &= shards == 1
         if guest.fixed:
             fits &= replicas == guest.fixed
         return np.maximum(replicas, 1), fits
 
-    def loads(self, profile: ModuleProfile, replicas: Ints) -> tuple[Array, Array]:
-        """What the fullest replica of a microbatch gets, for each of these counts: on average, and at most."""
+    def units(self, guest: Guest) -> int:
+        """How often a guest takes microbatches, on all lanes together; 0: they are no multiple of what it takes."""
+        units, rest = divmod(self.microbatches, guest.multiple)
+        return 0 if rest else units
+
+    def loads(self, profile: ModuleProfile, replicas: Ints, multiple: int = 1) -> tuple[Array, Array]:
+        """What the fullest replica of a microbatch, or of several together, gets, for each of these counts: on average,
+        and at most."""
         counts, place = distinct(replicas)
-        mean, most = profile.dealer.loads(self.microbatches, counts, self.samples)
+        mean, most = profile.dealer.loads(self.microbatches // multiple, counts, self.samples * multiple)
         return mean[place], most[place]
+
+    def guest_loads(self, guest: Guest, replicas: Ints) -> tuple[Array, Array]:
+        """Those of a unit of a guest."""
+        return self.loads(guest.profile, replicas, guest.multiple)
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
@@ -157,29 +173,30 @@ class _Held:
         self.kept = columns["static_bytes"] + columns["state_bytes"] / options.replicas[self.flat]
         self.kept += sharing.backbone.workspace_bytes + most * columns["passing_bytes"]
         self.saved, self.behind = most * columns["saved_bytes"], columns["behind"]
-        self.guests = [self._guest(place, guest) for place, guest in enumerate(sharing.guests)]
+        self.guests = [(guest, *self._guest(place, guest)) for place, guest in enumerate(sharing.guests)]
 
-    def _guest(self, place: int, guest: Guest) -> tuple[bool, Array, Array, Array]:
-        """(whether it feeds the backbone, what it always holds, what a unit keeps, seconds of a unit), by layout."""
+    def _guest(self, place: int, guest: Guest) -> tuple[Array, Array, Array]:
+        """(what it always holds, what a unit keeps, seconds of a unit), by layout."""
         options, sharing, profile, way = self.options, self.sharing, guest.profile, self.options.beside[:, place]
         whole, replicas = profile.whole, options.devices // options.stages // profile.whole.shards[way]
-        mean, most = sharing.loads(profile, replicas)
+        mean, most = sharing.guest_loads(guest, replicas)
         always = whole.static_bytes[way] + whole.state_bytes[way] / replicas + most * whole.passing_bytes[way]
         seconds = whole.fixed_s[way] + mean * whole.sample_s[way] + profile.overhead_s
-        return guest.feeds, always, most * whole.saved_bytes[way], seconds
+        return always, most * whole.saved_bytes[way], seconds
 
     def fits(self, behind: int) -> NDArray[np.bool_]:
         """Which layouts fit with so many stages of other modules behind the backbone."""
         options, count = self.options, self.sharing.microbatches
         shared, ahead = np.zeros(options.size), np.zeros(options.size)
-        units = np.ceil(count / options.stages)
-        for feeds, always, unit, seconds in self.guests:
+        for guest, always, unit, seconds in self.guests:
             shared += always
-            if feeds:
-                shared += unit * np.minimum(units, np.ceil((options.stages + behind) / options.stages) + AHEAD)
+            if guest.feeds:
+                units, lanes = np.ceil(self.sharing.units(guest) / options.stages), options.stages * guest.multiple
+                shared += unit * np.minimum(units, np.ceil((options.stages + behind) / lanes) + AHEAD)
             else:
                 shared += unit
-                ahead += np.ceil(seconds / np.maximum(options.slowest_s, 1e-12))
+                many = np.ceil(seconds / np.maximum(guest.multiple * options.slowest_s, 1e-12))
+                ahead += guest.multiple * many
         held = self.kept + np.minimum(count, self.behind + behind + ahead[self.flat]) * self.saved
         fullest = np.maximum.reduceat(held, self.starts) if len(held) else np.zeros(0)
         found: NDArray[np.bool_] = fullest + shared <= self.sharing.limit_bytes
