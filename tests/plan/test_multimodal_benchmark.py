@@ -97,6 +97,25 @@ def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> No
     assert rows[0]["useful_s"] >= UTILISATION * rows[0]["devices"] * first["ours"]["measured_s"]
 
 
+def most_gain(share: float, small: float, large: float) -> float:
+    """Over a layout in which small modules, this share of the work, have the efficiency `small`, and the rest `large`:
+    of a plan that does the share as well as a device alone, and the rest alike."""
+    return ((1 - share) / large + share / small) / ((1 - share) / large + share)
+
+
+def test_what_small_modules_can_gain_at_most_is_quoted() -> None:
+    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    assert f"that is {most_gain(0.11, 0.6, 1.0):.3f} for g = 1" in page and most_gain(0.11, 0.6, 0.85) < 1.073
+    for small, large in ((0.52, 1.0), (0.49, 0.85)):
+        assert most_gain(0.11, small + 0.005, large) < 1.1 < most_gain(0.11, small - 0.005, large)
+        assert f"{small}" in page
+    row = committed("lab")[0]
+    shares, two = row["shares"], {name: one["2"] for name, one in row["efficiency"].items()}
+    share = shares["vision"] + shares["generator"]
+    small = share / sum(shares[name] / two[name] for name in ("vision", "generator"))
+    assert f"s = {share:.3f} and e = {small:.2f}: at most {most_gain(share, small, two['language']):.2f}." in page
+
+
 def test_dividing_devices_takes_what_is_told() -> None:
     slowest = max(committed("closed"), key=lambda row: float(row["planning_s"]))
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

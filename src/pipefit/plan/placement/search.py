@@ -116,6 +116,10 @@ SETS_WAY = Way(
 )
 """Over devices one by one, and over sets of them (`sets`), which find more in fewer and longer rounds."""
 
+FEW_DEVICES = 24
+"""Devices up to which they are searched one by one: a matching has the slowest pair as fast as can be, but of all such
+it is only one, and with few sets another one may be the best."""
+
 
 class Searcher:
     """The state of one search."""
@@ -125,7 +129,7 @@ class Searcher:
         self.paths = Paths(question, timeline)
         self.run = functions(compiled)
         chain = chain_arrays(question)
-        self.way = DEVICES_WAY if chain is None else SETS_WAY
+        self.way = DEVICES_WAY if chain is None or len(question.devices) <= FEW_DEVICES else SETS_WAY
         self.arena = new_state(question, chain)
         self.known: set[bytes] = set()
         self.step_s: dict[bytes, float] = {}
