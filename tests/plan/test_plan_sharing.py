@@ -43,7 +43,7 @@ def made(*fixes: str, frozen: tuple[str, ...] = (), cluster: str = "8xA100-80", 
 
 
 def test_a_plan_of_modules_that_share_devices_is_whole_and_simulated() -> None:
-    plan, model = made(*TWO_LANES), three_modules()
+    plan, model = made(*TWO_LANES, "vision.multiple=1", "generator.multiple=1"), three_modules()
     check_plan(plan, model, CLUSTER)
     assert load_text(Plan, dump_text(plan), "plan") == plan
     assert [(stage.module, stage.turn, stage.turns) for stage in plan.stages] == [
@@ -179,7 +179,8 @@ def test_all_placements_are_scored_and_told() -> None:
 
 
 def test_a_frozen_encoder_shares_with_its_forward_alone() -> None:
-    trained, frozen = (made(*TWO_LANES, frozen=names, samples=None) for names in ((), ("vision",)))
+    alone = (*TWO_LANES, "vision.multiple=1", "generator.multiple=1")
+    trained, frozen = (made(*alone, frozen=names, samples=None) for names in ((), ("vision",)))
     check_plan(frozen, three_modules(("vision",)), CLUSTER)
     words = {*frozen.order.lanes[0].split()}
     assert {"0F0", "0F2"} <= words and not {"0B0", "0REDUCE", "0REDUCE:tied.0.1"} & words
