@@ -13,6 +13,8 @@ from pipefit.plan.check import check_plan
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.samples import Samples
 from pipefit.plan.pins import parse_pins
+from pipefit.plan.ragged import edge_sizes
+from pipefit.run.packed import TokenRuns
 
 FIXES = (
     ("microbatches=2", "vision.replicas=3", "language.stages=2", "generator.replicas=2"),
@@ -33,3 +35,30 @@ def test_planned_runs_are_exact(gloo_pool, frozen):
         check_plan(plan, model)
         assert all(plan.decisions[key] == value for key, value in (fix.split("=") for fix in fixes))
         agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
+
+
+def test_messages_are_costed_for_the_tokens_that_the_run_exchanges():
+    """Of every edge between modules and every microbatch, also where several are taken together."""
+    model, space_of = toys.model(ALL), {module.name: module.space for module in toys.model(ALL).modules}
+    counts = {space: values for space, values in toys.counts(ALL, 0).items() if space != "samples"}
+    samples = Samples(
+        tokens={space: np.array([values]) for space, values in counts.items()},
+        squares={space: np.array([values]) for space, values in counts.items()}, note="toys",
+    )  # fmt: skip
+    plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(FIXES[2]), samples=samples)
+    spaces, tokens = {space.name: space for space in plan.spaces}, TokenRuns(plan)
+    tokens.set({name: spaces[name].counts for name in counts})
+    seen = set()
+    for edge in plan.edges:
+        ends = [plan.stages[edge.source], plan.stages[edge.target]]
+        packed = next((space_of[end.module] for end in ends if space_of[end.module] in counts), None)
+        if packed is not None:
+            multiples = (ends[0].microbatch_multiple, ends[1].microbatch_multiple)
+            groups = [plan.stage_group(stage) for stage in (edge.source, edge.target)]
+            found = edge_sizes(spaces[packed], plan.order.microbatches, *groups, multiples)
+            for microbatch, (total, runs) in enumerate(found):
+                assert total == tokens.tokens(packed, microbatch)
+                for stage, own in zip((edge.source, edge.target), runs, strict=True):
+                    assert tuple(own) == tokens.of(packed, stage, microbatch)
+            seen |= {*multiples}
+    assert seen == {1, 2, 3}
