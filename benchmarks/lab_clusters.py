@@ -35,6 +35,18 @@ MODULES_FLOPS, MODULES_MB = 0.2e9, 10
 MODULES_INSIDE, MODULES_BETWEEN = 40e6, 27e6
 """Of the devices for several modules: slow enough that their small layers keep to the pace."""
 
+MODULES_KNEE = 8.0
+"""Tokens at which their rate is half of the peak."""
+
+ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.2e9, 1e6
+"""Of a host whose devices' links are slow beside what they compute, as PCIe is beside NVLink."""
+
+ONE_HOST_EFFICIENCY = 0.95
+"""What its data sheet says of its layers: many tokens, far beyond the knee."""
+
+MANY = 10e6
+"""Of the hosts with 32 devices for the arrangement of samples."""
+
 RATES = (3e6, 6e6, 12e6, 18e6)
 SLOW_PORT = 2e6
 """Of clusters that are drawn: around what each ordered pair of hosts has, and the port of host 1."""
@@ -105,6 +117,9 @@ def clusters() -> dict[str, LabFile]:
             memory_bytes={"fast": 8 * MB, "slow": 5 * MB},
         ),
         "modules": modules(),
+        "one-host": one_host(),
+        "many": early(lab("many", ["fast"] * 4, [[MANY * (a != b) for b in range(4)] for a in range(4)],
+                          {"fast": MODULES_FLOPS}, devices=8), MODULES_KNEE),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
         "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip
@@ -122,7 +137,15 @@ def modules() -> LabFile:
     memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
     made = lab("modules", ["fast"] * 2, matrix, {"fast": MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
     links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=MODULES_INSIDE)}
-    return early(replace(made, cluster=replace(made.cluster, links=links)), 8.0)
+    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE)
+
+
+def one_host() -> LabFile:
+    """Eight devices alike in one host."""
+    made = lab("one-host", ["fast"], [[0.0]], {"fast": ONE_HOST_FLOPS}, devices=8)
+    links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=ONE_HOST_INSIDE)}
+    kinds = {name: replace(kind, efficiency=ONE_HOST_EFFICIENCY) for name, kind in made.cluster.kinds.items()}
+    return early(replace(made, cluster=replace(made.cluster, links=links, kinds=kinds)), MODULES_KNEE)
 
 
 def islands() -> LabFile:

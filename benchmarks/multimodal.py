@@ -13,9 +13,11 @@ Sections, each of which can be measured again by `--only` beside the others of a
   (needs torch), simulated, on costs from data sheets.
 - `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
 - `lab`: plans of a small model really run beside monolithic layouts (multimodal_lab.py; needs root).
+- `few-samples`: a plan and the best monolithic layout where there are fewer samples than devices, and small modules are
+  inefficient over shards, simulated; `few-samples-lab`: really run.
 - `arranging-lab`: one layout really run with its samples in random order, balanced, ordered, and both.
 
-    python benchmarks/multimodal.py [--quick] [--only SECTION] [--json PATH]
+    python benchmarks/multimodal.py [--quick] [--only SECTION] [--case NAME] [--json PATH]
 """
 
 from __future__ import annotations
@@ -92,23 +94,34 @@ def main() -> int:
         "--quick", action="store_true", help="the closed form on one model's smallest and largest cluster"
     )
     parser.add_argument("--only", choices=SECTIONS, action="append", help="these sections; others stay in the result")
+    parser.add_argument(
+        "--case", action="append", default=[],
+        help="of labs, these alone, as `0.5 trained`; others stay in the result, which says of each when it was made",
+    )  # fmt: skip
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    known = {}
+    known: dict[str, Any] = {}
     if arguments.only and arguments.json and Path(arguments.json).is_file():
         known = json.loads(Path(arguments.json).read_text(encoding="utf-8"))
     for name in ("closed",) if arguments.quick else (arguments.only or SECTIONS):
-        rows = []
-        for row in SECTIONS[name](arguments.quick):
-            rows.append(row)
+        cases = name in ("lab", "few-samples-lab")
+        before = known.get(name, {"rows": []}) if arguments.case and cases else {"rows": []}
+        rows = [{"provenance": before["provenance"], **row} for row in before["rows"]]
+        for row in SECTIONS[name](arguments):
+            rows = [one for one in rows if not cases or case_of(one) != case_of(row)] + [row]
             known[name] = {"rows": rows, "provenance": provenance()}
             write_result(arguments.json, {section: known[section] for section in SECTIONS if section in known})
     return 0
 
 
-def closed(quick: bool) -> Rows:
+def case_of(row: dict[str, Any]) -> str:
+    """The name of a row of a lab."""
+    return f"{row['sigma']} {row['training']}"
+
+
+def closed(arguments: argparse.Namespace) -> Rows:
     """The closed form: every model, cluster and way of training."""
-    rows = []
+    rows, quick = [], arguments.quick
     for name, (language, clusters) in ({"MLLM-72B": ("70B", (112, 1296))} if quick else CASES).items():
         for devices in clusters:
             for what, frozen in FROZEN.items():
@@ -118,9 +131,9 @@ def closed(quick: bool) -> Rows:
     yield from rows
 
 
-def plans(quick: bool) -> Rows:
+def plans(arguments: argparse.Namespace) -> Rows:
     """Whole plans."""
-    for case in QUICK_PLANS if quick else PLANS:
+    for case in QUICK_PLANS if arguments.quick else PLANS:
         one = planned(*case)
         print(
             f"{one['model']} on {one['devices']}: step {format_seconds(one['step_s'])}, utilisation "
@@ -130,7 +143,7 @@ def plans(quick: bool) -> Rows:
         yield one
 
 
-def arranging(quick: bool) -> Rows:
+def arranging(arguments: argparse.Namespace) -> Rows:
     """Balancing and ordering, simulated."""
     for setting in SETTINGS:
         row = dict(setting) | {"gains": simulated_gains(setting)}
@@ -138,18 +151,42 @@ def arranging(quick: bool) -> Rows:
         yield row
 
 
-def lab(quick: bool) -> Rows:
+def lab(arguments: argparse.Namespace) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    cluster = multimodal_lab.measured_cluster()
-    for sigma, training in multimodal_lab.CASES:
-        row = multimodal_lab.case(cluster, sigma, training)
-        multimodal_lab.show(row)
+    yield from _cases(multimodal_lab.MANY_SAMPLES, multimodal_lab.CASES, arguments)
+
+
+def few_samples(arguments: argparse.Namespace) -> Rows:
+    """Fewer samples than devices, simulated."""
+    import multimodal_lab
+
+    for sigma, _ in multimodal_lab.FEW_CASES:
+        row = multimodal_lab.simulated_case(multimodal_lab.FEW_SAMPLES, sigma)
+        print(f"sigma {sigma}: {row['step_s']}, small modules {row['efficiency']}", flush=True)
         yield row
 
 
-def arranging_lab(quick: bool) -> Rows:
+def few_samples_lab(arguments: argparse.Namespace) -> Rows:
+    """Likewise, with fewer samples than devices."""
+    import multimodal_lab
+
+    yield from _cases(multimodal_lab.FEW_SAMPLES, multimodal_lab.FEW_CASES, arguments)
+
+
+def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse.Namespace) -> Rows:
+    import multimodal_lab
+
+    cluster = setting.cluster()
+    for sigma, training in cases:
+        if not arguments.case or f"{sigma} {training}" in arguments.case:
+            row = multimodal_lab.case(setting, cluster, sigma, training) | {"provenance": provenance()}
+            multimodal_lab.show(row)
+            yield row
+
+
+def arranging_lab(arguments: argparse.Namespace) -> Rows:
     """One layout under every arrangement, really run."""
     import multimodal_lab
 
@@ -160,11 +197,13 @@ def arranging_lab(quick: bool) -> Rows:
     yield row
 
 
-SECTIONS: dict[str, Callable[[bool], Rows]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "closed": closed,
     "plans": plans,
     "arranging": arranging,
     "lab": lab,
+    "few-samples": few_samples,
+    "few-samples-lab": few_samples_lab,
     "arranging-lab": arranging_lab,
 }
 

@@ -8,6 +8,10 @@ known. Every plan trains on the samples of one index, step by step the same ones
   (replicas, microbatches, recomputation) the best by the simulator.
 - the best monolithic layouts of all by the simulator: with ends `apart`, `merged` with the language model's, and with
   at least SHARDS shards, where small modules are inefficient. `BEST` of each are run.
+
+Few long samples (`FEW_SAMPLES`) are trained in the same way in a lab of one host whose links are slow beside what its
+devices compute: encoder and generator have an efficiency below 0.6 over two shards there. What the planner knows of it
+is its file, whose devices and links are what is emulated; nothing is profiled.
 """
 
 from __future__ import annotations
@@ -15,27 +19,36 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lab_runs import Measured, lab_of, profiled, run_plans
+from lab_runs import CLUSTERS, Measured, lab_of, profiled, run_plans
 from multimodal_layouts import Layout, Monolithic, Rated
-from multimodal_model import SEQUENCE, arranging_model, lab_model, make_arranged_samples, make_samples
+from multimodal_model import (
+    LONG,
+    SEQUENCE,
+    arranging_model,
+    lab_model,
+    make_arranged_samples,
+    make_long_samples,
+    make_samples,
+)
 from multimodal_order import WAYS
 from pipefit.cluster import Cluster
 from pipefit.data.multimodal.index import open_index
 from pipefit.data.multimodal.planning import arranged_samples, sampled
 from pipefit.data.multimodal.sample_rows import rows_of_index
+from pipefit.lab.lifecycle import Lab
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.samples import Samples
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.types import Arranging, Job, Plan
 
-LAB, ROOMY = "modules", "uniform"
+LAB, MANY = "modules", "many"
 JOB = Job(batch=32, sequence=SEQUENCE, precision="float32")
 SHARDS = 2
 """Of the language model in the paper's kind of layout."""
@@ -43,7 +56,9 @@ SHARDS = 2
 BEST = 1
 WARM, STEPS = 1, 2
 TRIES = 2
-SAMPLES = 10 * JOB.batch
+DRAWN = 10
+"""Batches that the index has samples for."""
+
 BATCHES = WARM + STEPS
 """Global batches that are drawn. Those of warm steps are not planned for."""
 
@@ -61,58 +76,100 @@ CASES = (
 
 ARRANGED_SIGMA = 1.0
 ARRANGED = (
-    "modules=disjoint", "vision.replicas=2", "vision.shards=1", "vision.recompute=none", "language.stages=3",
-    "language.replicas=2", "language.shards=1", "language.recompute=none", "microbatches=16", "schedule=1f1b",
+    "modules=disjoint", "vision.replicas=8", "vision.shards=1", "vision.recompute=none", "language.stages=3",
+    "language.replicas=8", "language.shards=1", "language.recompute=none", "microbatches=16", "schedule=1f1b",
 )  # fmt: skip
-"""The layout under which arrangements are compared."""
+ARRANGED_JOB = replace(JOB, batch=128)
+"""The layout under which arrangements are compared: that of the first of the reference's settings."""
 
 GAIN, UTILISATION = 1.5, 0.547
 """Asked for at sigma 0.5, trained: how many times as fast as the paper's kind, and what is used of the devices."""
 
 
-def measured_cluster() -> Cluster:
-    """The lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model."""
-    with lab_of(LAB) as lab:
-        return profiled(lab, lab_model(), SEQUENCE, also=[lab_model("all but projector frozen")], **PROFILE)
+@dataclass(frozen=True)
+class Setting:
+    """What is trained where."""
+
+    lab: str
+    job: Job
+    make: Callable[[Path, int, float], Path]
+    long: bool = False
+
+    def model(self, training: str = "trained") -> Model:
+        return lab_model(training, self.long)
+
+    def cluster(self) -> Cluster:
+        """The lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model; for
+        long samples, whose layers take long to profile, as its file has it, like a data sheet."""
+        if self.long:
+            return Lab.open(CLUSTERS / f"{self.lab}.json").file.cluster
+        with lab_of(self.lab) as lab:
+            return profiled(lab, self.model(), SEQUENCE, also=[self.model("all but projector frozen")], **PROFILE)
+
+
+MANY_SAMPLES = Setting(LAB, JOB, make_samples)
+FEW_SAMPLES = Setting("one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, long=True)
+"""Half as many samples as devices: whoever divides samples needs shards."""
+
+FEW_CASES = ((0.5, "trained"), (1.0, "trained"))
 
 
 @contextmanager
-def samples_of(sigma: float, make: Callable[[Path, int, float], Path] = make_samples) -> Iterator[tuple[Path, Samples]]:
+def samples_of(
+    sigma: float, job: Job = JOB, make: Callable[[Path, int, float], Path] = make_samples
+) -> Iterator[tuple[Path, Samples]]:
     """An index, for as long as it is needed, and the batches that a run draws from it, those of warm steps apart."""
     with tempfile.TemporaryDirectory() as folder:
-        index = make(Path(folder), SAMPLES, sigma)
-        rows = rows_of_index(open_index(index), SEQUENCE)
-        drawn = sampled(rows, JOB.batch, BATCHES, where=f"image counts lognormal, sigma {sigma}")
-        yield index, batches_of(drawn, slice(WARM, None))
+        index = make(Path(folder), DRAWN * job.batch, sigma)
+        rows = rows_of_index(open_index(index), job.sequence, images=True)
+        drawn = sampled(rows, job.batch, BATCHES, where=f"image counts lognormal, sigma {sigma}")
+        yield index, drawn.only(slice(WARM, None))
 
 
-def batches_of(samples: Samples, some: slice) -> Samples:
-    """Some of the batches alone."""
-    tokens, squares = ({name: each[some] for name, each in of.items()} for of in (samples.tokens, samples.squares))
-    return replace(samples, tokens=tokens, squares=squares)
-
-
-def case(cluster: Cluster, sigma: float, training: str) -> dict[str, Any]:
+def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dict[str, Any]:
     """One case: plans, rivals, runs."""
-    model = lab_model(training)
-    with samples_of(sigma) as (index, samples):
-        monolithic = Monolithic(model, cluster, JOB, samples)
-        found = {"ours": make_plan(model, cluster, JOB, {}, samples=samples, arrange=arranged_samples)}
+    model, job = setting.model(training), setting.job
+    with samples_of(sigma, job, setting.make) as (index, samples):
+        monolithic = Monolithic(model, cluster, job, samples)
+        found = {"ours": make_plan(model, cluster, job, {}, samples=samples, arrange=arranged_samples)}
         rated = monolithic.rated()
         chosen = rivals(rated)
         found |= {name: monolithic.plan(one.layout) for name, one in chosen.items()}
-        runs = ran(LAB, found, model, index)
+        runs = ran(setting.lab, found, model, index)
     useful_s = monolithic.useful_s()
     return {
         "sigma": sigma,
         "training": training,
-        "batch": JOB.batch,
+        "batch": job.batch,
         "devices": monolithic.bench.network.devices,
         "enumerated": len(rated),
         "efficiency": monolithic.efficiency(),
         "shares": monolithic.shares(),
         "useful_s": useful_s,
         "plans": {name: row(found[name], runs[name], useful_s, chosen.get(name)) for name in found},
+    }
+
+
+def simulated_case(setting: Setting, sigma: float) -> dict[str, Any]:
+    """Ours, ours with samples undivided, and the best monolithic layout, by the simulator, for the first batch."""
+    model, job, cluster = setting.model(), setting.job, setting.cluster()
+    with samples_of(sigma, job, setting.make) as (_, samples):
+        monolithic = Monolithic(model, cluster, job, samples)
+        best = min((one for one in monolithic.rated() if one.fits), key=lambda one: one.step_s)
+        whole = parse_pins(["vision.divide=samples", "generator.divide=samples"])
+        plans = {
+            name: make_plan(model, cluster, job, pins, samples=samples, arrange=arranged_samples)
+            for name, pins in (("ours", {}), ("samples", whole))
+        }
+        steps = {name: plan.prediction.step_s for name, plan in plans.items() if plan.prediction is not None}
+    return {
+        "sigma": sigma,
+        "batch": job.batch,
+        "devices": monolithic.bench.network.devices,
+        "efficiency": monolithic.efficiency(),
+        "shares": monolithic.shares(),
+        "step_s": {**steps, "monolithic": best.step_s},
+        "layouts": {**{name: dict(plan.decisions) for name, plan in plans.items()}, "monolithic": words(best.layout)},
     }
 
 
@@ -130,15 +187,15 @@ def ran(lab_name: str, plans: Mapping[str, Plan], model: Model, index: Path) -> 
 
 def arranged() -> dict[str, Any]:
     """One layout under every way of arranging its samples, predicted and measured: an encoder and three stages of a
-    language model, each in two replicas, whose microbatches have a sample for each of them."""
+    language model, each in eight replicas, whose microbatches have a sample for each of them."""
     model = arranging_model()
-    with lab_of(ROOMY) as lab:
+    with lab_of(MANY) as lab:
         cluster = profiled(lab, model, SEQUENCE, **PROFILE)
-    with samples_of(ARRANGED_SIGMA, make_arranged_samples) as (index, samples):
+    with samples_of(ARRANGED_SIGMA, ARRANGED_JOB, make_arranged_samples) as (index, samples):
         each = {way: arranged_plans(cluster, model, samples, *how) for way, how in WAYS.items()}
         plans = {way: own[0] for way, own in each.items()}
         predicted_s = {way: [one.prediction.step_s for one in own if one.prediction] for way, own in each.items()}
-        runs = ran(ROOMY, plans, model, index)
+        runs = ran(MANY, plans, model, index)
     return {
         "sigma": ARRANGED_SIGMA,
         "layout": dict(plans["random"].decisions),
@@ -165,7 +222,7 @@ def arranged_plans(cluster: Cluster, model: Model, samples: Samples, balance: bo
     found = []
     for at in range(STEPS):
         plan = make_plan(
-            model, cluster, JOB, parse_pins(ARRANGED), samples=batches_of(samples, slice(at, at + 1)),
+            model, cluster, ARRANGED_JOB, parse_pins(ARRANGED), samples=samples.only(slice(at, at + 1)),
             arrange=lambda some, batch, arranging, *rest: arranged_samples(some, batch, way(arranging), *rest),
         )  # fmt: skip
         assert plan.arranging is not None
@@ -179,7 +236,9 @@ def rivals(rated: Sequence[Rated]) -> dict[str, Rated]:
     paper = [one for one in fitting if one.layout.ends == "apart" and one.layout.shards == SHARDS
              and one.layout.schedule == "1f1b"]  # fmt: skip
     least = min((one.layout.stages for one in paper), default=0)
-    found = {"paper": min((one for one in paper if one.layout.stages == least), key=lambda one: one.step_s)}
+    found = {}
+    if paper:
+        found["paper"] = min((one for one in paper if one.layout.stages == least), key=lambda one: one.step_s)
     kinds = {
         "apart": [one for one in fitting if one.layout.ends == "apart"],
         "merged": [one for one in fitting if one.layout.ends == "merged"],

@@ -26,7 +26,7 @@ from pipefit.plan.modules.costing import Costed, Costing
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.parts import module_parts
 from pipefit.plan.modules.profile import even_cuts
-from pipefit.plan.modules.samples import Samples
+from pipefit.plan.modules.samples import Samples, StageShares
 from pipefit.plan.order import computed_schedule, order_problem
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.ports import shared_costs
@@ -56,6 +56,7 @@ class Layout:
     microbatches: int
     recompute: str
     schedule: str = "1f1b"
+    zero1: bool = True
 
     @property
     def lanes(self) -> int:
@@ -110,7 +111,7 @@ class Monolithic:
             return None
         if arranging is None:
             arranging = replace(self.arranging(layout), order=False)
-        shares = [(own.replicas, 1) for _, own in decisions.modules for _ in range(own.stage_count)]
+        shares = [StageShares(own.replicas) for _, own in decisions.modules for _ in range(own.stage_count)]
         order = arranged_samples(self.samples, batch, arranging, shares, layout.microbatches)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
         spaces = [self.samples.space(name, self.job, batch, order) for name in names]
@@ -129,14 +130,15 @@ class Monolithic:
             return None
 
     def rated(self) -> list[Rated]:
-        """All layouts on at least three quarters of the devices under 1F1B; the best of them under other schedules too,
-        as the planner does."""
+        """All layouts on at least three quarters of the devices under 1F1B; the best of them under other schedules and
+        with their optimizer state whole, too, as the planner does."""
         least = -(-3 * self.bench.network.devices // 4)
         found = [one for layout in self.layouts(least) if (one := self._rated(layout)) is not None]
         for ends in ("apart", "merged"):
             own = sorted((one for one in found if one.layout.ends == ends and one.fits), key=lambda one: one.step_s)
             for one in own[:AGAIN]:
-                others = (self._rated(replace(one.layout, schedule=name)) for name in SCHEDULES[1:])
+                ways = [{"schedule": name} for name in SCHEDULES[1:]] + [{"zero1": False}]
+                others = (self._rated(replace(one.layout, **way)) for way in ways)
                 found += [other for other in others if other is not None]
         return found
 
@@ -185,7 +187,11 @@ class Monolithic:
     def decisions(self, layout: Layout) -> ModuleDecisions | None:
         """The choices of a layout, its lanes one behind the other; None where a module has no such way."""
         each = layout.replicas * layout.shards
-        common: dict[str, Any] = {"microbatches": layout.microbatches, "schedule": layout.schedule, "zero1": True}
+        common: dict[str, Any] = {
+            "microbatches": layout.microbatches,
+            "schedule": layout.schedule,
+            "zero1": layout.zero1,
+        }
         modules, first = [], 0
         for place, costed in enumerate(self.costed):
             if layout.shards not in [way.shards for way in costed.ways]:

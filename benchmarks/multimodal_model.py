@@ -7,6 +7,9 @@ a quarter of them each are patches and latents: encoder and generator are wider 
 so that a sample's work is divided nearly alike. Images have two patches each; how many images a sample has is
 lognormal, cut where the sequence ends.
 
+For few long samples there is a model whose language model is three times as wide as encoder and generator, as theirs
+is, and samples of 768 tokens, nearly four tenths of them each patches and latents.
+
 For what balancing and ordering gain there is a model of an encoder and a language model alone, whose samples have up to
 five times as many images as on average, and whose encoder takes 0.8 of a third of the language model.
 """
@@ -55,6 +58,14 @@ GENERATOR = {
 }  # fmt: skip
 
 
+LONG = 768
+LONG_IMAGES, LONG_MOST = 150, 191
+"""Tokens of a long sample; its images to see, and to generate, on average (before the cut), and at most."""
+
+WIDE = LANGUAGE | {
+    "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "max_position_embeddings": LONG,
+}  # fmt: skip
+
 ARRANGED_IMAGES, ARRANGED_MOST = 4, 22
 """Of a sample of the model below, on average (before the cut), and at most."""
 
@@ -74,10 +85,10 @@ def arranging_model() -> Model:
 
 
 @lru_cache
-def lab_model(training: str = "trained") -> Model:
-    """The captured model, with what `FROZEN` says of it."""
+def lab_model(training: str = "trained", long: bool = False) -> Model:
+    """The captured model, or that for `long` samples, with what `FROZEN` says of it."""
     config = {
-        "model_type": "multimodal", "vision": VISION, "language": LANGUAGE, "generator": GENERATOR,
+        "model_type": "multimodal", "vision": VISION, "language": WIDE if long else LANGUAGE, "generator": GENERATOR,
         "projector_hidden_act": "gelu", "frozen": list(FROZEN[training]),
         "loss_weights": {"language": 1.0, "generator": 1.0},
     }  # fmt: skip
@@ -97,6 +108,11 @@ def make_samples(folder: Path, count: int, sigma: float, seed: int = 8) -> Path:
     return _indexed(folder, image_counts(count, sigma, seed), seed)
 
 
+def make_long_samples(folder: Path, count: int, sigma: float, seed: int = 8) -> Path:
+    """An index of long samples, likewise."""
+    return _indexed(folder, image_counts(count, sigma, seed, LONG_IMAGES, LONG_MOST), seed, LONG)
+
+
 def make_arranged_samples(folder: Path, count: int, sigma: float, seed: int = 8) -> Path:
     """An index of samples for the model for arranging: nothing to generate, more images to see."""
     counts = image_counts(count, sigma, seed, ARRANGED_IMAGES, ARRANGED_MOST)
@@ -104,7 +120,7 @@ def make_arranged_samples(folder: Path, count: int, sigma: float, seed: int = 8)
     return _indexed(folder, counts, seed)
 
 
-def _indexed(folder: Path, counts: np.ndarray, seed: int) -> Path:
+def _indexed(folder: Path, counts: np.ndarray, seed: int, sequence: int = SEQUENCE) -> Path:
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +133,7 @@ def _indexed(folder: Path, counts: np.ndarray, seed: int) -> Path:
         for seen, generated in counts.tolist():
             pick = draw.integers(0, 16, seen + generated).tolist()
             parts = [{"image": f"{one}.png"} for one in pick[:seen]]
-            text = {"text": "x" * (SEQUENCE - 1 - TOKENS * len(pick))}
+            text = {"text": "x" * (sequence - 1 - TOKENS * len(pick))}
             parts += [text, *({"generate": f"{one}.png"} for one in pick[seen:])]
             manifest.write(json.dumps({"parts": parts}) + "\n")
     rule = ImageRule(patch=PATCH, max_patches=TOKENS)

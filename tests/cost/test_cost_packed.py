@@ -9,6 +9,7 @@ import pytest
 
 from pipefit.cluster import parse_spec
 from pipefit.cluster.measured import ActionCurve, LayerCurve, Measured
+from pipefit.cost.contention import pipelines, with_contention
 from pipefit.cost.curves import MeasuredCosts, action_time_s, signature
 from pipefit.cost.memory_lanes import lane_limits
 from pipefit.cost.network import Network
@@ -188,3 +189,55 @@ def test_a_part_of_a_packed_layer_is_corrected_by_its_images_too() -> None:
     costs = MeasuredCosts(replace(cluster, measured=Measured(layers=(measured,))), graphs=[whole])
     found = costs.seconds(part, place, kind, "bfloat16", "none")
     assert found.forward_s == pytest.approx(2 * expected_s)
+
+
+def test_a_replica_without_images_in_the_largest_microbatch_has_its_own_largest() -> None:
+    """Two replicas on their own ways to two others; the one has all tokens of the largest microbatch."""
+    sizes = (((4096, 4096), (0, 0)), ((0, 0), (700, 700)))
+    first, second = stage(0, (0, 1), sizes), stage(1, (2, 3), sizes)
+    sent = [tuple((at, 2 + at, 4.0 * WIDTH * row[at][0]) for at in (0, 1) if row[at][0]) for row in sizes]
+    back = [tuple((b, a, size) for a, b, size in each) for each in sent]
+    edge = EdgeWork(
+        source=0, target=1, tensor="", forward=(sent[0],), backward=(back[0],),
+        ragged=tuple(zip(sent, back, strict=True)),
+    )  # fmt: skip
+    work = PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+    found = with_contention(cost_table(work, NETWORK, Roofline()), work, NETWORK, Roofline()).contention
+    assert found is not None and len([key for key in found.flows if key[0] == "F"]) == 2
+
+
+def test_replicas_that_exchange_in_some_microbatch_are_one_pipeline() -> None:
+    """They keep to themselves in the largest microbatch; in the other the second sends to the first."""
+    sizes = (((4096, 4096), (2048, 2048)), ((700, 700), (700, 700)))
+    first, second = stage(0, (0, 1), sizes), stage(1, (2, 3), sizes)
+
+    def pairs(crossing: int) -> list[tuple[tuple[int, int, float], ...]]:
+        return [((0, 2, 4096.0), (1, 3, 2048.0)), ((0, 2, 700.0), (1, crossing, 700.0))]
+
+    for crossing, count in ((3, 2), (2, 1)):
+        sent = pairs(crossing)
+        back = [tuple((b, a, size) for a, b, size in each) for each in sent]
+        edge = EdgeWork(
+            source=0, target=1, tensor="", forward=(sent[0],), backward=(back[0],),
+            ragged=tuple(zip(sent, back, strict=True)),
+        )  # fmt: skip
+        work = PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+        found = pipelines(cost_table(work, NETWORK, Roofline()), work, NETWORK, Roofline())
+        assert len(found.works) == count
+
+
+def test_what_moves_within_a_lane_takes_its_time_on_equal_grids_too() -> None:
+    """Two stages on the same two devices; the second replica's tokens are the first one's in the next stage."""
+    sizes = (((4096, 4096), (4096, 4096)),) * 2
+    first, second = stage(0, (0, 1), sizes), stage(0, (0, 1), sizes)
+    still, moved = (((0, 0, 1e9), (1, 1, 1e9)), ((0, 0, 1e9), (1, 0, 1e9)))
+    times = []
+    for sent in (still, moved):
+        back = tuple((b, a, size) for a, b, size in sent)
+        edge = EdgeWork(
+            source=0, target=1, tensor="", forward=(still,), backward=(still,), ragged=((still, still), (sent, back))
+        )
+        work = PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+        times.append(cost_table(work, NETWORK, Roofline()).actions["F"].time_s)
+    longer = (times[1] - times[0])[:, :, 0]
+    assert longer[0].tolist() == pytest.approx([0.0, NETWORK.transfer([(1, 0, 1e9)]).whole_s]) and not longer[1].any()

@@ -66,7 +66,7 @@ def mixed_index(folder: Path, samples: int = 24, start_token: bool = False) -> I
 
 
 def source_of(index: Index, **options: Any) -> Source:
-    return Source(index=index, rows=rows_of_index(index, SEQUENCE), seed=3, **options)
+    return Source(index=index, rows=rows_of_index(index, SEQUENCE, images=True), seed=3, **options)
 
 
 def shape_of(

@@ -20,7 +20,7 @@ from pipefit.data.multimodal.index import GENERATE, IMAGE, Index, make_index, op
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.sequence import images_of
 from pipefit.data.multimodal.step import multimodal_step
-from pipefit.data.preparation.ahead import Ahead, PreparedStep, Recipe
+from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe
 from pipefit.data.preparation.pool import Pool
 from pipefit.data.preparation.processes import Processes
 from pipefit.plan.types import Arranging, SampleLoad
@@ -231,6 +231,39 @@ def test_what_workers_had_made_before_a_sample_was_left_out_is_made_again(index:
     alone = Ahead(recipe, PLACES, None, on_broken="skip")
     assert [digest(each) for each in after] == [digest(alone.take(step)) for step in (2, 3)]
     assert digest(after[0]) != digest(before[2])
+
+
+def test_images_are_divided_anew_where_a_sample_is_left_out(index: Index, recipe: Recipe) -> None:
+    """Two replicas of the encoder divide what is left: together they have what a single one has, in its order."""
+    sample, path = images_of_step(index, recipe, 1, IMAGE)[0]
+    divides = ("images", "samples", "samples")
+    shape = replace(shape_of(12, 3, ((1, 1), (1, 1), (1,))), arranging=recipe.shape.arranging, divides=divides)
+    order = multimodal_step(shape, source_of(index).rows, 1).rows
+    whole = shape_of(12, 3, ((1,), (1, 1), (1,)))
+    path.write_bytes(b"")
+    meeting = Meeting(2)
+    parts: list[Any] = [None, None]
+
+    def device(replica: int) -> None:
+        places = (Place(0, "patches", replica),)
+        ahead = Ahead(replace(recipe, shape=shape), places, None, on_broken="skip", together=meeting.of(replica))
+        parts[replica] = ahead.take(1)
+
+    threads = [threading.Thread(target=device, args=(replica,)) for replica in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    source = source_of(index)
+    for microbatch in range(3):
+        rows = order[slice(*whole.run(0, microbatch, 0))]
+        alone = run_feed(source, "patches", 1, rows, 0, frozenset({sample}))
+        both = [part.feeds[0, microbatch] for part in parts]
+        for name in ("pixels", "grid"):
+            assert np.array_equal(np.concatenate([each.arrays[name] for each in both], axis=1), alone.arrays[name])
+        tokens = [sum(each.image_lengths) for each in both]
+        assert sum(tokens) == sum(alone.image_lengths) and abs(tokens[0] - tokens[1]) <= max(alone.image_lengths)
+    assert sum(map(sum, parts[0].plan.images["patches"])) == parts[0].plan.counts["patches"].sum()
 
 
 def test_every_device_fails_alike_where_one_of_them_finds_a_broken_image(index: Index, recipe: Recipe) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from pipefit.data.multimodal.feeds import Source, feed_bytes, module_feed, run_f
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, rows_of_index
-from pipefit.data.multimodal.step import multimodal_step
+from pipefit.data.multimodal.step import counted, multimodal_step
 
 SPACES = (PATCHES, SAMPLES, LATENTS)
 COMPARED = {SAMPLES: ("tokens", "labels"), PATCHES: ("pixels", "grid"), LATENTS: ("noisy", "target", "time")}
@@ -136,6 +138,32 @@ def test_every_layout_feeds_the_same_bytes_for_each_sample(index: Index) -> None
             one, two = by_sample(source, alone, step), by_sample(source, shape, step)
             assert one == two
             assert len(one[0]) == 12 and one[1]["latents"] % source.rows.latent_values == 0
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_replicas_that_divide_images_are_fed_each_once_in_their_order(index: Index, multiple: int) -> None:
+    """One behind the other they are what a single replica gets; and as long as was said before anything was read."""
+    source = source_of(index)
+    shares = ((1, 1, 1), (1, 1), (2, 1))
+    whole = multimodal_step(shape_of(12, 4, ((1,), (1,), (1,)), multiples=(multiple, 1, 2)), source.rows, 1)
+    shape = replace(shape_of(12, 4, shares, multiples=(multiple, 1, 2)), divides=("images", "samples", "images"))
+    plan = multimodal_step(shape, source.rows, 1)
+    plan = replace(plan, rows=whole.rows, images=counted(replace(whole, shape=shape), source.rows).images)
+    for stage, space in ((0, PATCHES), (2, LATENTS)):
+        for unit in shape.units(stage):
+            feeds = [module_feed(source, plan, stage, space, unit, replica) for replica in range(len(shares[stage]))]
+            alone = module_feed(source, whole, stage, space, unit, 0)
+            for name in COMPARED[space]:
+                joined = np.concatenate([feed.arrays[name] for feed in feeds], axis=1)
+                assert joined.tobytes() == alone.arrays[name].tobytes()
+            assert tuple(chain.from_iterable(feed.image_lengths for feed in feeds)) == alone.image_lengths
+            for replica, feed in enumerate(feeds):
+                rows = plan.rows[slice(*plan.run(stage, unit, replica))]
+                some = plan.image_run(stage, space, unit, replica)
+                values = (RULE if space == PATCHES else LATENT_RULE).patch_values
+                assert feed_bytes(source.rows, space, rows, values, some) == feed.size_bytes
+    told_here = [[rows * columns for _, rows, columns in told(index, row)["image"]] for row in plan.rows.tolist()]
+    assert [*map(list, plan.images[PATCHES])] == told_here
 
 
 def test_divisors_are_the_labels_and_the_latent_values_that_are_fed(index: Index) -> None:

@@ -18,6 +18,7 @@ from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.preparation.cores import ImageRate, cores_for, cores_needed, image_sizes, measured_rate
 from pipefit.errors import DataError
+from pipefit.plan.modules.samples import StageShares
 from pipefit.plan.types import Arranging, SampleLoad
 
 LOADS = (SampleLoad(space="patches", token_s=0.01), SampleLoad(space="samples", row_s=1.0))
@@ -31,7 +32,7 @@ def test_sampled_batches_are_those_of_the_run_and_stand_as_in_it() -> None:
     samples = sampled(rows, 24, 3, seed=shape.seed, where="m.jsonl")
     assert samples.tokens["patches"].shape == (3, 24) and "latents" not in samples.tokens
     for step in range(3):
-        order = arranged_samples(samples, step, arranging, [(own, 1) for own in shape.shares], 4)
+        order = arranged_samples(samples, step, arranging, [StageShares(own) for own in shape.shares], 4)
         run = multimodal_step(replace(shape, arranging=arranging), rows, step)
         assert samples.tokens["patches"][step][order].tolist() == run.counts["patches"].tolist()
         assert samples.squares["patches"][step][order].tolist() == (run.counts["patches"] ** 2).tolist()

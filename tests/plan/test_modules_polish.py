@@ -43,19 +43,44 @@ def changes(one: ModuleDecisions, other: ModuleDecisions) -> list[tuple[str, str
 
 def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
     own, costed = in_line((1,)), finder().costed
-    found = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, {})]
+    found = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, {}, {"zero1": True})]
     again = [((name, "recompute"),) for name in ("vision", "language", "generator")]
     grids = [((name, "replicas"), (name, "shards")) for name in ("vision", "generator")]
     assert sorted(found) == sorted([*again, *grids, (("language", "cuts"),)]), "before layer 1 there is no cut"
-    kept = {"vision.recompute": ("none",), "generator.shards": (1, 1)}
-    pinned = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, kept)]
+    kept = {"vision.recompute": ("none",), "generator.shards": (1, 1), "zero1": True}
+    pinned = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, {}, kept)]
     assert {*found} - {*pinned} == {again[0], grids[1]}
-    few = [tuple(changes(own, other)) for other in neighbours(own, costed, 1, {})]
+    few = [tuple(changes(own, other)) for other in neighbours(own, costed, 1, {}, {"zero1": True})]
     assert {*found} - {*few} == {*grids}, "a sample for every replica"
-    (wide,) = (other for other in neighbours(own, costed, 2, {}) if changes(own, other)[0] == ("vision", "replicas"))
+    whole = next(other for other in neighbours(own, costed, 2, {}, {}) if not other.zero1)
+    assert not changes(own, whole) and not any(one.zero1 for _, one in whole.modules), (
+        "optimizer state on every replica"
+    )
+    some = [other for other in neighbours(own, costed, 2, {}, {}) if changes(own, other)]
+    (wide,) = (other for other in some if changes(own, other)[0] == ("vision", "replicas"))
     assert (("vision", "replicas"), ("vision", "shards")) in [
-        tuple(changes(wide, back)) for back in neighbours(wide, costed, 2, {})
+        tuple(changes(wide, back)) for back in neighbours(wide, costed, 2, {}, {})
     ]
+
+
+def test_next_to_a_layout_replicas_divide_images_where_samples_have_several() -> None:
+    """A microbatch of one sample with four images: four replicas of one shard each have one, but no sample."""
+    own, costed = in_line((1,)), finder().costed
+
+    def grids(one: ModuleDecisions, **pins: object) -> set[tuple[int, int, bool]]:
+        each = [(other, dict(other.modules)["vision"]) for other in neighbours(one, costed, 1, {"vision": 4.0}, pins)]
+        return {(len(v.replicas), len(v.shards), "vision" in other.divided) for other, v in each}
+
+    assert grids(own) == {(1, 2, False), (2, 1, True)}, "a single replica has nothing to divide"
+    assert grids(own, **{"vision.divide": "samples"}) == grids(own, **{"vision.shards": (1, 1)}) == {(1, 2, False)}
+    wide = next(o for o in neighbours(own, costed, 1, {"vision": 4.0}, {}) if o.divided)
+    assert wide.words(())["vision.divide"] == "images" and "images divided" in wide.text()
+    assert wide.shares_of_stages[0] == ((1, 1), 1, "images")
+    assert (2, 1, False) not in grids(wide), "two replicas for one sample"
+    four = replace(
+        wide, modules=((wide.modules[0][0], replace(wide.modules[0][1], replicas=(1,) * 4)), *wide.modules[1:])
+    )
+    assert not {(2, 2, False), (4, 1, False)} & grids(four), "nor half of four"
 
 
 def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_together() -> None:
@@ -70,13 +95,13 @@ def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_to
     )  # fmt: skip
 
     def multiples(one: ModuleDecisions, samples: int, **pins: object) -> list[tuple[int, int, int]]:
-        grids = [(dict(each.modules)["vision"], each) for each in neighbours(one, finder().costed, samples, pins)]
+        grids = [(dict(each.modules)["vision"], each) for each in neighbours(one, finder().costed, samples, {}, pins)]
         found = [(each.multiple_of("vision"), len(grid.replicas), len(grid.shards)) for grid, each in grids]
         return sorted({*found} - {(one.multiple_of("vision"), *map(len, (grids[0][0].replicas, grids[0][0].shards)))})
 
     assert multiples(own, 1) == [(2, 2, 1), (4, 2, 1)], "a unit for either lane, and no shards"
     assert multiples(own, 1, **{"vision.multiple": 1}) == multiples(own, 1, **{"vision.shards": (1, 1)}) == []
-    four = next(each for each in neighbours(own, finder().costed, 1, {}) if each.multiple_of("vision") == 4)
+    four = next(each for each in neighbours(own, finder().costed, 1, {}, {}) if each.multiple_of("vision") == 4)
     assert (2, 2, 1) in multiples(four, 1) and (1, 2, 1) not in multiples(four, 1)
     assert {**four.words(())}["vision.multiple"] == "4" and "4 microbatches together" in four.text()
 
@@ -89,7 +114,7 @@ def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
     todo = [replace(start.decisions, cuts=())]
     while todo:
         own = todo.pop()
-        for other in neighbours(own, search.costed, 2, {}):
+        for other in neighbours(own, search.costed, 2, {}, {}):
             if other not in known and (made := search.simulate(other, 0)) is not None:
                 known[other] = made
                 todo.append(other)

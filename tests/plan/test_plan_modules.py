@@ -24,7 +24,7 @@ from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.find import _Finder
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
 from pipefit.plan.modules.parts import host_order
-from pipefit.plan.modules.samples import dealt
+from pipefit.plan.modules.samples import StageShares, dealt
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.sharded import Programs
@@ -178,6 +178,8 @@ def test_pins_that_mean_nothing_here() -> None:
         ),
         ("vision.multiple=2 modules=disjoint", "Only a module that shares devices", "2, placement disjoint"),
         ("language.multiple=2", "cannot share the devices of another", "2"),
+        ("language.divide=images", "cannot be divided among its replicas", "it works on whole sequences"),
+        ("vision.divide=images", "cannot be divided among its replicas", "samples: lognormal"),
         ("schedule=zb-v", "a stage a lane, which this schedule is not made for", "zb-v"),
     ],
 )
@@ -205,7 +207,7 @@ def test_dealing_out_evens_the_fullest_replica() -> None:
     plan = made("microbatches=2", "vision.replicas=2", "modules=disjoint")
     assert plan.arranging is not None
     loads = plan.arranging
-    order = dealt(samples, 0, loads, [((1, 1), 1), ((1,), 1), ((1,), 1)], 8)
+    order = dealt(samples, 0, loads, [StageShares((1, 1)), StageShares((1,)), StageShares((1,))], 8)
     assert sorted(order.tolist()) == list(range(64))
     weight = sum(
         (one.token_s * samples.tokens[one.space][0] for one in loads.loads if one.space in samples.tokens), np.zeros(64)
@@ -215,12 +217,12 @@ def test_dealing_out_evens_the_fullest_replica() -> None:
     )
     assert weight.sum() / 2 < dealt_out < 0.85 * as_they_come
     assert dealt_out < 1.05 * weight.sum() / 2, "microbatches wait for their fullest replica next to not at all"
-    alone = dealt(samples, 0, loads, [((1,) * 8, 1)], 8)
+    alone = dealt(samples, 0, loads, [StageShares((1,) * 8)], 8)
     fullest, mean = weight[alone].reshape(8, 8).max(axis=1).sum(), weight.sum() / 8
     assert fullest < 1.5 * mean < weight.reshape(8, 8).max(axis=1).sum(), "one sample each: alike ones together"
-    uneven = dealt(samples, 0, loads, [((2, 1), 1)], 8)
+    uneven = dealt(samples, 0, loads, [StageShares((2, 1))], 8)
     assert sorted(uneven.tolist()) == sorted(alone.tolist()) == list(range(64))
-    assert dealt(samples, 0, Arranging(balance=False), [((1,), 1)], 8).tolist() == list(range(64))
+    assert dealt(samples, 0, Arranging(balance=False), [StageShares((1,))], 8).tolist() == list(range(64))
 
 
 def test_shard_groups_stay_within_hosts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from golden_plans import two_modules
 from hypothesis import given
@@ -13,7 +13,7 @@ from plan_toys import toy_model
 from pipefit.layout import Axis, Group, split
 from pipefit.model.graph import Model
 from pipefit.plan.predict import simulate_plan
-from pipefit.plan.ragged import conditions, edge_sizes, frozen_layers, packed_sizes
+from pipefit.plan.ragged import Taking, conditions, edge_sizes, frozen_layers, packed_sizes
 from pipefit.plan.sharded import Programs
 from pipefit.plan.types import Space, Wire
 from pipefit.plan.work import parts_of, pipeline_work
@@ -31,8 +31,48 @@ def test_tokens_of_every_microbatch_and_replica() -> None:
 
 def test_several_microbatches_together_have_what_all_of_them_have() -> None:
     """By hand: four microbatches of two positions, two of them taken together by two replicas."""
-    found = packed_sizes(SPACE, 4, (1, 1), 2)
+    found = packed_sizes(SPACE, 4, (1, 1), Taking(2))
     assert found == (((4, 8), (10, 20)),) * 2 + (((6, 12), (12, 24)),) * 2
+
+
+def test_images_are_divided_whatever_samples_they_are_of() -> None:
+    """By hand: the second sample has none, the third of the first microbatch three; two replicas, then one by one."""
+    images = ((4,), (), (2, 3, 4), (1,), (3,), (1, 2), (), (12,))
+    space = replace(SPACE, counts=tuple(map(sum, images)), squares=(), images=images)
+    how = Taking(1, "images")
+    assert packed_sizes(space, 2, (1, 1), how) == (((6, 20), (8, 26)), ((6, 14), (12, 144)))
+    together = packed_sizes(space, 4, (1, 1), Taking(2, "images"))
+    assert together == (((6, 20), (8, 26)),) * 2 + (((6, 14), (12, 144)),) * 2
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 4), max_size=4), min_size=12, max_size=12),
+    st.sampled_from([1, 2, 3, 6]),
+    st.sampled_from([(1,), (1, 1), (2, 1, 1)]),
+)
+def test_runs_of_images_are_those_of_what_is_taken_together(
+    images: list[list[int]], multiple: int, shares: tuple[int, ...]
+) -> None:
+    """Image by image: where its middle lies among the tokens of all that are taken together says whose it is."""
+    microbatches, each = 6, 2
+    counts = tuple(map(sum, images))
+    space = Space(name="patches", rows=12, tokens=0, counts=counts, images=tuple(map(tuple, images)))
+    group = Group(axes=(Axis(name="replica", shares=shares),), devices=tuple(range(len(shares))))
+    stops = [*accumulate(shares)]
+    how = Taking(multiple, "images")
+    sizes = packed_sizes(space, microbatches, shares, how)
+    for number, (total, (_, runs)) in enumerate(edge_sizes(space, microbatches, group, group, (Taking(), how))):
+        first = number // multiple * multiple * each
+        together = [*chain.from_iterable(images[first : first + multiple * each])]
+        held, has, at = [0] * len(shares), [0] * len(shares), 0
+        start = sum(counts[first : number * each])
+        for size in together:
+            owner = next(i for i, stop in enumerate(stops) if 2 * sum(together) * stop > (2 * at + size) * stops[-1])
+            has[owner] += size
+            held[owner] += max(0, min(at + size, start + total) - max(at, start))
+            at += size
+        assert [stop - begin for begin, stop in runs] == held and sum(held) == total
+        assert [tokens for tokens, _ in sizes[number]] == has
 
 
 @given(
@@ -49,7 +89,8 @@ def test_who_holds_which_tokens_of_a_microbatch_goes_by_what_stages_take_togethe
     space = Space(name="patches", rows=12, tokens=0, counts=tuple(counts))
     groups = [Group(axes=(Axis(name="replica", shares=own),), devices=tuple(range(len(own)))) for own in (one, two)]
     places = [place for place, count in enumerate(counts) for _ in range(count)]
-    for number, (total, ends) in enumerate(edge_sizes(space, microbatches, *groups, multiples)):
+    ways = (Taking(multiples[0]), Taking(multiples[1]))
+    for number, (total, ends) in enumerate(edge_sizes(space, microbatches, *groups, ways)):
         own = [place for place in places if place // each == number]
         assert total == len(own)
         for runs, shares, multiple in zip(ends, (one, two), multiples, strict=True):

@@ -12,18 +12,20 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipefit import codec
-from pipefit.cluster import load
+from pipefit.cluster import load, parse_spec
 from pipefit.cost import curves
 from pipefit.cost.roofline import Place
 from pipefit.errors import RunError
 from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, Tensor
 from pipefit.model.graph import Layer as ModelLayer
 from pipefit.model.graph import Module as ModelModule
+from pipefit.profile import session
 from pipefit.profile.board import Board
 from pipefit.profile.partial import load_partial, partial_path
 
@@ -105,6 +107,43 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
     assert "links inside hosts" in err and "layers, alone" in err, "progress is shown"
     assert "all_reduce on 3 devices" in out and f"written to {output}" in out
     assert not partial_path(output).exists()
+
+
+def test_all_hosts_are_at_work_while_collectives_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices of a run's other hosts do not wait for it: three hosts, one of a single device."""
+    asked: dict[int, list[tuple[int, ...]]] = {}
+
+    class Recorded:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def collective_times(self, operation: str, group: tuple[int, ...], members: int, size: int) -> list[float]:
+            assert members == len(group) and profile.rank in group
+            asked.setdefault(profile.rank, []).append(group)
+            return [1e-3 * size] * 3
+
+    monkeypatch.setattr(session, "Wire", Recorded)
+    monkeypatch.setattr(session, "OPERATIONS", ("all_reduce",))
+    monkeypatch.setattr(session.dist, "new_group", tuple)
+    cluster = parse_spec("3x2xA100-80:100Gbit/s")
+    for rank in range(5):
+        profile = session.Profile.__new__(session.Profile)
+        each = [[1e-3] * 3] * 2
+        attributes = {
+            "members": range(5), "hosts": {"a": [0, 1], "b": [2, 3], "c": [4]}, "rank": rank, "device": None,
+            "board": SimpleNamespace(barrier=lambda: None, gather=lambda own, each=each: [each] * 5),
+            "config": SimpleNamespace(sizes_bytes=(8, 64, 512), link_rounds=1),
+            "found": SimpleNamespace(collectives=[]), "show": lambda *_: None, "require_all": lambda _: None,
+        }  # fmt: skip
+        for name, value in attributes.items():
+            setattr(profile, name, value)
+        profile._collectives(cluster)
+        assert [one.devices for one in profile.found.collectives] == [(0, 1, 2, 3, 4), (0, 1), (0, 2, 4)]
+    everyone, heads = (0, 1, 2, 3, 4), (0, 2, 4)
+    assert {rank: [*dict.fromkeys(groups)] for rank, groups in asked.items()} == {
+        0: [everyone, (0, 1), heads], 1: [everyone, (0, 1)], 2: [everyone, (2, 3), heads], 3: [everyone, (2, 3)],
+        4: [everyone, heads],
+    }  # fmt: skip
 
 
 @pytest.mark.gloo

@@ -32,7 +32,7 @@ def train(worker: Worker, steps: range) -> list[tuple[float, float]]:
     names, result = names_of(worker), []
     for step in steps:
         feeds = toys.feeds(worker.plan, names, worker.device, step)
-        result.append(worker.step(feeds, step, toys.divisors(names, step), toys.counts(names, step)).read())
+        result.append(worker.step(feeds, step, toys.divisors(names, step), toys.images(names, step)).read())
     return result
 
 
@@ -56,7 +56,7 @@ def evaluated(plan: Plan, model: Model) -> np.ndarray:
     """Summed losses by module of batch 0, before any training."""
     worker = build(plan, model)
     names = names_of(worker)
-    return worker.evaluate(toys.feeds(plan, names, worker.device, 0), toys.counts(names, 0)).numpy()
+    return worker.evaluate(toys.feeds(plan, names, worker.device, 0), toys.images(names, 0)).numpy()
 
 
 def resumed(directory: str, first: Plan, second: Plan, model: Model) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pipefit.data.stepplan import batch_shape
 from pipefit.model.capture import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import build_layers, describe, typed_config
+from pipefit.plan.dividing import token_runs
 from pipefit.plan.order import edge_keys, frozen_in, lower_for, order_of
 from pipefit.plan.sharded import Programs, sharding_key
 from pipefit.plan.structure import dual, make_parameters
@@ -110,10 +111,12 @@ def plan(
     together: bool = False,
     shared: Mapping[str, Sequence[Layout]] | None = None,
     multiple: int = 1,
+    divided: Sequence[str] = (),
 ) -> Plan:
     """Every module on devices of its own, one lane a stage; `together`: all stages on the same devices, one lane;
     `shared`: modules that lie on the lanes of the language model, whole, with a layout for each of them, whose stages
-    take turns and `multiple` microbatches together; with one layout, on the first lane, the generator on the last."""
+    take turns and `multiple` microbatches together; with one layout, on the first lane, the generator on the last;
+    `divided`: modules whose replicas divide images."""
     groups: list[GroupPlan] = []
     stages: list[Stage] = []
     shared, starts, first = shared or {}, dict[str, int](), 0
@@ -133,6 +136,7 @@ def plan(
             if not together or not groups:
                 groups.append(_group(layout, starts[module.name] + (0 if together else place * layout.size)))
             stages.append(_stage(module, run, len(groups) - 1, recompute, layout))
+    stages = [replace(stage, divide="images" if stage.module in divided else "samples") for stage in stages]
     if order.startswith("inline"):
         stages = [replace(stage, group=groups.index(groups[stage.group])) for stage in stages]
         used = sorted({stage.group for stage in stages})
@@ -267,6 +271,17 @@ def counts(names: tuple[str, ...], step_: int) -> dict[str, list[int]]:
     return {"patches": [len(one.image_places) for one in made], "latents": [len(one.condition_places) for one in made]}
 
 
+def images(names: tuple[str, ...], step_: int) -> dict[str, list[tuple[int, ...]]]:
+    """Tokens of every image of every sample in the packed spaces."""
+    found: dict[str, list[tuple[int, ...]]] = {"patches": [], "latents": []}
+    for place in range(JOB.batch):
+        made = batch(names, step_, slice(place, place + 1))
+        for space, module in (("patches", "vision"), ("latents", "generator")):
+            starts = made[module]["documents"][0].tolist() if module in names else []
+            found[space].append(tuple(starts.count(start) for start in sorted({*starts})))
+    return found
+
+
 def divisors(names: tuple[str, ...], step_: int) -> dict[str, int]:
     """What every module's loss is divided by."""
     return divisors_of(batch(names, step_, slice(None)))
@@ -279,9 +294,21 @@ def feeds(the_plan: Plan, names: tuple[str, ...], device: int, step_: int) -> di
         group = the_plan.groups[stage.group].group()
         if device in group.devices:
             replica = group.position(device, "replica")
-            runs = [shape.run(index, unit, replica) for unit in shape.units(index)]
-            result[index] = [[_feed(batch(names, step_, slice(*run))[stage.module], step_)] for run in runs]
+            result[index] = []
+            for unit in shape.units(index):
+                run = slice(*shape.run(index, unit, replica))
+                inputs = batch(names, step_, run)[stage.module]
+                if shape.divides_images(index):
+                    tokens = [*chain.from_iterable(images(names, step_)[stage.space][run])]
+                    inputs = _some(inputs, token_runs(tokens, shape.shares[index])[replica])
+                result[index].append([_feed(inputs, step_)])
     return result
+
+
+def _some(inputs: Mapping[str, torch.Tensor], run: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """A run of the tokens of a packed row, as a row of its own."""
+    found = {name: value[:, slice(*run)] for name, value in inputs.items()}
+    return found | {"documents": found["documents"] - run[0]}
 
 
 def _feed(inputs: Mapping[str, torch.Tensor], step_: int) -> Feed:

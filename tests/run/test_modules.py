@@ -135,11 +135,15 @@ def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_po
         assert one == pytest.approx((loss, norm), rel=1e-10)
 
 
-def test_shards_that_meet_in_any_step_have_channels(gloo_pool):
-    """Which shards of split tokens meet depends on the counts: with one token a sample some never do."""
+@pytest.mark.parametrize("divided", [(), ("vision", "generator")])
+def test_shards_that_meet_in_any_step_have_channels(gloo_pool, divided):
+    """Which shards of split tokens meet depends on the counts: with one token a sample some never do. So it does, of
+    replicas that divide images, for any two of them."""
     each, words = LAYOUTS["1, 2 x 2 shards, 2 shards, split tokens"]
+    if divided:
+        each = {**each, "vision": Layout((1, 1)), "generator": Layout((1, 1))}
     model = toys.model()
-    plan = toys.plan(model, each, **words)
+    plan = toys.plan(model, each, divided=divided, **words)
     shape_of, tokens = edge_shapes(plan, model), TokenRuns(plan)
     edges = {(edge.source, edge.target, edge.tensor): shape_of(edge, 0) for edge in plan.edges}
 
@@ -154,13 +158,23 @@ def test_shards_that_meet_in_any_step_have_channels(gloo_pool):
 
     made, simple, met = {*channel_pairs(plan, lambda edge: shape_of(edge, 0))}, used(), set()
     for step in range(3):
-        tokens.set(toys.counts(ALL, step))
+        tokens.set(toys.images(ALL, step))
         met |= used()
-    assert met - simple, "a case in which one token a sample would do"
+    assert divided or met - simple, "a case in which one token a sample would do"
     assert met <= made
     gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
     found = gloo_pool.run(cases.run_steps, plan, model, 2, False, ranks=len(plan.devices))[0]
     assert found["steps"] == run(gloo_pool, plan, model, 2)["steps"]
+
+
+def test_stages_that_divide_images_alike_meet_only_their_own():
+    """Two stages of the encoder on three replicas each: a channel for each replica and direction, not for all pairs."""
+    model = toys.model()
+    each = layouts(Layout((1, 1, 1), (2,)), Layout(), Layout())
+    plan = toys.plan(model, each, divided=("vision",))
+    pairs = {*channel_pairs(plan, lambda edge: edge_shapes(plan, model)(edge, 0))}
+    assert {pair for pair in pairs if max(pair) < 6} == {(a, b) for a in range(6) for b in range(6) if abs(a - b) == 3}
+    assert {pair for pair in pairs if max(pair) == 6} == {(a, 6) for a in (3, 4, 5)} | {(6, a) for a in (3, 4, 5)}
 
 
 def test_what_is_not_run_is_refused():
@@ -175,3 +189,6 @@ def test_what_is_not_run_is_refused():
         check_runnable(together)
     with pytest.raises(PlanError, match=r"how many tokens every sample has(.|\n)*'latents'(.|\n)*each of the 12"):
         TokenRuns(plan).set({"patches": [0] * 12})
+    divided = TokenRuns(toys.plan(toys.model(), each, divided=("vision",), **words))
+    with pytest.raises(PlanError, match=r"how many tokens every image has(.|\n)*'patches'"):
+        divided.set(toys.counts(ALL, 0))

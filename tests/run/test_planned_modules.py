@@ -13,52 +13,56 @@ from pipefit.plan.check import check_plan
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.samples import Samples
 from pipefit.plan.pins import parse_pins
-from pipefit.plan.ragged import edge_sizes
+from pipefit.plan.ragged import edge_sizes, taking
 from pipefit.run.packed import TokenRuns
 
 FIXES = (
     ("microbatches=2", "vision.replicas=3", "language.stages=2", "generator.replicas=2"),
     ("microbatches=3", "vision.replicas=2", "language.shards=2", "generator.recompute=full", "schedule=zb-h1"),
     ("microbatches=6", "vision.multiple=3", "language.shards=2", "language.stages=2", "generator.multiple=2"),
-)
+    ("microbatches=3", "vision.divide=images", "vision.replicas=3", "language.stages=2", "generator.divide=images",
+     "generator.placement=shared", "language.shards=2"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision",)])
 def test_planned_runs_are_exact(gloo_pool, frozen):
     model = toys.model(ALL, frozen)
-    counts = {space: np.array([values]) for space, values in toys.counts(ALL, 0).items() if space != "samples"}
-    samples = Samples(
-        tokens=counts, squares={space: 3 * table for space, table in counts.items()}, note="samples: toys"
-    )
-    for fixes in FIXES[:: 2 if frozen else 1]:
+    samples = known_samples()
+    for fixes in FIXES[2:] if frozen else FIXES:
         plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(fixes), samples=samples)
         check_plan(plan, model)
         assert all(plan.decisions[key] == value for key, value in (fix.split("=") for fix in fixes))
         agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
 
 
-def test_messages_are_costed_for_the_tokens_that_the_run_exchanges():
-    """Of every edge between modules and every microbatch, also where several are taken together."""
+def known_samples() -> Samples:
+    """Those of the toys' first step."""
+    counts = {space: np.array([values]) for space, values in toys.counts(ALL, 0).items()}
+    squares = {space: 3 * table for space, table in counts.items()}
+    images = {space: [each] for space, each in toys.images(ALL, 0).items()}
+    return Samples(tokens=counts, squares=squares, images=images, note="samples: toys")
+
+
+@pytest.mark.parametrize("fixes", FIXES[2:])
+def test_messages_are_costed_for_the_tokens_that_the_run_exchanges(fixes):
+    """Of every edge between modules and every microbatch, also where several are taken together, or images divided."""
     model, space_of = toys.model(ALL), {module.name: module.space for module in toys.model(ALL).modules}
-    counts = {space: values for space, values in toys.counts(ALL, 0).items() if space != "samples"}
-    samples = Samples(
-        tokens={space: np.array([values]) for space, values in counts.items()},
-        squares={space: np.array([values]) for space, values in counts.items()}, note="toys",
-    )  # fmt: skip
-    plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(FIXES[2]), samples=samples)
+    counts = toys.counts(ALL, 0)
+    plan = make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(fixes), samples=known_samples())
     spaces, tokens = {space.name: space for space in plan.spaces}, TokenRuns(plan)
-    tokens.set({name: spaces[name].counts for name in counts})
+    tokens.set({name: spaces[name].images for name in counts})
     seen = set()
     for edge in plan.edges:
         ends = [plan.stages[edge.source], plan.stages[edge.target]]
         packed = next((space_of[end.module] for end in ends if space_of[end.module] in counts), None)
         if packed is not None:
-            multiples = (ends[0].microbatch_multiple, ends[1].microbatch_multiple)
+            ways = (taking(ends[0]), taking(ends[1]))
             groups = [plan.stage_group(stage) for stage in (edge.source, edge.target)]
-            found = edge_sizes(spaces[packed], plan.order.microbatches, *groups, multiples)
+            found = edge_sizes(spaces[packed], plan.order.microbatches, *groups, ways)
             for microbatch, (total, runs) in enumerate(found):
                 assert total == tokens.tokens(packed, microbatch)
                 for stage, own in zip((edge.source, edge.target), runs, strict=True):
                     assert tuple(own) == tokens.of(packed, stage, microbatch)
-            seen |= {*multiples}
-    assert seen == {1, 2, 3}
+            seen |= {*ways}
+    assert {way.multiple for way in seen} == {1, 2, 3} or {way.divide for way in seen} == {"samples", "images"}

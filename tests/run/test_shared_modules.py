@@ -5,6 +5,8 @@ A shared module is held whole on every lane of the language model; its stages ta
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import modules_cases as cases
 import modules_toys as toys
 import numpy as np
@@ -15,6 +17,7 @@ from worker_cases import prepare
 
 from pipefit.plan.check import check_plan
 from pipefit.run.build import shared_devices, stage_programs, tied_uses
+from pipefit.run.packed import TokenRuns
 
 ONE = Layout()
 PAIR, SHARDS = Layout((1, 1)), Layout(shards=(1, 1))
@@ -57,7 +60,7 @@ SHARED = {
 
 def made(case: str, frozen: tuple[str, ...] = (), **more):
     """(model, checked plan) of a case."""
-    each, shared, words = (SHARED | TOGETHER | INLINE)[case]
+    each, shared, words = (SHARED | TOGETHER | DIVIDED | INLINE)[case]
     model = toys.model(ALL, frozen)
     plan = toys.plan(model, each, shared=shared, **{"order": "gpipe"} | words | more)
     check_plan(plan, model)
@@ -87,6 +90,36 @@ TOGETHER = {
 def test_several_microbatches_together(gloo_pool, case):
     model, plan = made(case)
     assert max(stage.microbatch_multiple for stage in plan.stages) > 1
+    agrees(run(gloo_pool, plan, model), *reference(ALL))
+
+
+DIVIDED = {
+    "vision on 4 replicas, in line with language 2 x 2": (
+        lying(Layout((1, 1), (), (1, 1), "megatron-sp")), {"vision": (FOUR,)}, {"divided": ("vision",)},
+    ),
+    "both, 2 of 4 together": (
+        lying(Layout((1, 1), CUT)), {"vision": (PAIR, SHARDS), "generator": (SHARDS, PAIR)},
+        {"microbatches": 4, "multiple": 2, "divided": ("vision", "generator")},
+    ),
+    "one grid, vision alone": (lying(PAIR), {"vision": (PAIR,)}, {"divided": ("vision",)}),
+    "split tokens, generator on devices of its own": (
+        lying(Layout((1, 1), CUT), generator=Layout((1, 2, 1))), {"vision": (SPLIT, SPLIT)},
+        {"divided": ("vision", "generator"), "zero1": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_replicas_that_divide_images(gloo_pool, case):
+    """Replicas hold images of samples that the language model has elsewhere."""
+    model, plan = made(case)
+    runs = TokenRuns(plan)
+    runs.set(toys.images(ALL, 0))
+    samples = TokenRuns(replace(plan, stages=tuple(replace(stage, divide="samples") for stage in plan.stages)))
+    samples.set(toys.images(ALL, 0))
+    stages = [index for index, stage in enumerate(plan.stages) if stage.divide == "images"]
+    asked = [(plan.stages[stage].space, stage, m) for stage in stages for m in range(plan.order.microbatches)]
+    assert any(runs.of(*one) != samples.of(*one) for one in asked)
     agrees(run(gloo_pool, plan, model), *reference(ALL))
 
 

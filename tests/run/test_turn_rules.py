@@ -43,6 +43,12 @@ def on_one_lane(data: dict[str, Any]) -> None:
         stage["group"] -= 1
 
 
+def images_unknown(data: dict[str, Any]) -> None:
+    for stage in data["stages"][:2]:
+        stage["divide"] = "images"
+    data["spaces"][1]["counts"] = [3] * 12
+
+
 def uses_of_one(data: dict[str, Any]) -> None:
     data["parameters"][0] |= {"uses": [0], "owner": 0}
 
@@ -52,8 +58,16 @@ BREAKS: dict[str, tuple[Change, list[str]]] = {
     "a turn twice": (put("stages", 1, "turn", value=0), ["exactly one stage", "stages[1].layers"]),
     "a turn missing": (put("stages", 1, "turns", value=3), ["every turn once", "module 'vision'", "turn 1 of 3"]),
     "several together": (
-        put("stages", 1, "microbatch_multiple", value=3), ["as many microbatches together", "stages[1]", "3, beside 1"],
+        put("stages", 1, "microbatch_multiple", value=3),
+        ["divide as many microbatches together", "stages[1]", "3, beside 1"],
     ),
+    "divided otherwise": (
+        put("stages", 1, "divide", value="images"), ["divide as many", "stages[1].divide", "images, beside samples"],
+    ),
+    "images of sequences": (
+        put("stages", 2, "divide", value="images"), ["Only a stage of packed images", "stages[2].divide", "26 tokens"],
+    ),
+    "images unknown": (images_unknown, ["do not come to those of its samples", "(patches).images", "12 samples"]),
     "one lane": (on_one_lane, ["on lanes of their own", "module 'vision'", "lanes [0, 0]"]),
     "few microbatches": (put("order", "microbatches", value=1), ["fewer microbatches than turns", "1 microbatches"]),
     "an edge missing": (without_edge, ["does so with each", "stage 2: only with [1]", "all of [0, 1]"]),

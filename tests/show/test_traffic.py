@@ -11,7 +11,7 @@ from pipefit.plan.build import build_plan
 from pipefit.plan.decisions import Decisions
 from pipefit.plan.predict import simulate_plan
 from pipefit.plan.types import Job
-from pipefit.show.traffic import step_traffic
+from pipefit.show.traffic import _fractions, step_traffic
 
 WIDTH = 8  # of the toy model's hidden state
 
@@ -136,3 +136,8 @@ def test_packed_rows_and_ragged_edges_count_what_every_microbatch_has():
     ragged = replace(work, edges=tuple(replace(edge, ragged=messages) for edge in work.edges))
     traffic = step_traffic(ragged, Network(cluster), 4)
     assert traffic.bytes[0, 1]["activations"] == 64.0 and traffic.bytes[1, 0]["gradients"] == 32.0
+
+
+def test_of_nothing_everyone_has_its_share():
+    """Places of images to generate, over shards, in data that have none."""
+    assert _fractions(0, (1, 3)) == (0.25, 0.75) and _fractions(4, (1, 3)) == (0.25, 0.75)

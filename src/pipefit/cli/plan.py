@@ -145,7 +145,15 @@ def _source(opened: Model, data: Path, job: Job, held_out: float, pack: bool, on
             allowed="fail or skip",
         )
     index = open_index(data)
-    rows = rows_of_index(index, job.sequence, batch=job.batch, held_out=held_out, pack=pack, on_long=on_long)  # type: ignore[arg-type]
+    rows = rows_of_index(
+        index,
+        job.sequence,
+        batch=job.batch,
+        held_out=held_out,
+        pack=pack,
+        on_long=on_long,  # type: ignore[arg-type]
+        images=True,
+    )
     check_index(opened, index, rows)
     return Source(index=index, rows=rows, seed=job.seed)
 

@@ -93,9 +93,10 @@ def _pipelines(work: PipelineWork) -> list[PipelineWork]:
     place = [stage.group.positions("replica") for stage in work.stages]
     for edge in work.edges:
         source, target = place[edge.source], place[edge.target]
-        if any(source[a] != target[b] for each in edge.forward for a, b, _ in each):
+        ahead, back = zip(*edge.ragged, strict=True) if edge.ragged else (edge.forward, edge.backward)
+        if any(source[a] != target[b] for each in ahead for a, b, _ in each):
             return [work]
-        if any(target[a] != source[b] for each in edge.backward for a, b, _ in each):
+        if any(target[a] != source[b] for each in back for a, b, _ in each):
             return [work]
     edges = [_edges_of(edge, place[edge.source], count) for edge in work.edges]
     return [
@@ -117,21 +118,21 @@ def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork
 
 
 def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
-    """For every replica its part of the messages: those that its devices of the source stage send, or receive."""
+    """For every replica its part of the messages: those that its devices of the source stage send, or receive. Where
+    microbatches differ, its own largest one stands for all: it may have nothing of the one that is largest in all."""
     ahead, back = (
         [_by_replica(messages, place, sent, count) for messages in each]
         for each, sent in ((edge.forward, True), (edge.backward, False))
     )
     ragged = [(_by_replica(a, place, True, count), _by_replica(b, place, False, count)) for a, b in edge.ragged]
-    return [
-        replace(
-            edge,
-            forward=tuple(each[k] for each in ahead),
-            backward=tuple(each[k] for each in back),
-            ragged=tuple((a[k], b[k]) for a, b in ragged),
-        )
-        for k in range(count)
-    ]
+    found = []
+    for k in range(count):
+        own = tuple((a[k], b[k]) for a, b in ragged)
+        forward, backward = tuple(each[k] for each in ahead), tuple(each[k] for each in back)
+        if own:
+            forward, backward = ((part,) for part in max(own, key=lambda each: sum(size for _, _, size in each[0])))
+        found.append(replace(edge, forward=forward, backward=backward, ragged=own))
+    return found
 
 
 def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count: int) -> list[tuple[Message, ...]]:

@@ -27,9 +27,9 @@ def with_turns(costs: CostTable, work: PipelineWork, network: Network) -> CostTa
             summed_s[list(tied.stages)] += all_reduce_s(network, tied.rings, tied.elements * width)
     if summed_s.any():
         costs = replace(costs, tied_s=summed_s)
-    for edge in costs.edges:
+    for edge, own in zip(costs.edges, work.edges, strict=True):
         source, target = work.stages[edge.source], work.stages[edge.target]
-        if source.lane == target.lane and source.group != target.group:
+        if source.lane == target.lane and (source.group != target.group or own.ragged):
             waits = edge.target if target.turns > 1 else edge.source
             costs = _waiting(costs, edge, waits, len(work.stages))
     return costs

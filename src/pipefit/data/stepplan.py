@@ -8,7 +8,7 @@ the same batches, and a run resumed at step k continues with the batches that it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from pipefit.data.rows import Rows
 from pipefit.errors import PlanError
 from pipefit.layout import Run, split
-from pipefit.plan.types import Arranging, Plan
+from pipefit.plan.dividing import image_runs
+from pipefit.plan.types import Arranging, Divide, Plan
 from pipefit.schedule.actions import Schedule
 
 
@@ -34,6 +35,8 @@ class BatchShape:
     "Replica shares of every stage's group."
     multiples: tuple[int, ...]
     "How many of the schedule's microbatches every stage takes together."
+    divides: tuple[Divide, ...] = ()
+    "What the replicas of every stage divide among them; (): samples everywhere."
     turns: tuple[tuple[int, int], ...] = ()
     "Of every stage, its turn and how many take turns; (): all take all."
     apart: bool = False
@@ -52,10 +55,17 @@ class BatchShape:
 
         Row r belongs to microbatch r // rows_per_microbatch, whose rows the replicas of the stage split by their
         shares. Microbatches are counted as the stage counts them: multiples of the schedule's. The run may be empty.
+        Where replicas divide images, each works on some of all rows.
         """
         rows = self.batch // self.microbatches * self.multiples[stage]
+        if self.divides_images(stage):
+            return microbatch * rows, (microbatch + 1) * rows
         start, stop = split(rows, self.shares[stage])[replica]
         return microbatch * rows + start, microbatch * rows + stop
+
+    def divides_images(self, stage: int) -> bool:
+        """Whether the replicas of a stage divide the images of what it takes together, in place of the samples."""
+        return bool(self.divides) and self.divides[stage] == "images"
 
     def stage_microbatches(self, stage: int) -> int:
         """How many microbatches the stage counts in a step."""
@@ -80,10 +90,20 @@ class StepPlan:
     "Space -> tokens of that space at every position of the batch; empty for text, where every row has as many."
     divisors: Mapping[str, int] = field(default_factory=dict)
     "Space -> by what the summed loss of its module is divided, where modules have losses of their own; at least 1."
+    images: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    "Space -> tokens of every image at every position of the batch; empty unless a stage divides images."
 
     def run(self, stage: int, microbatch: int, replica: int) -> Run:
         """See BatchShape.run."""
         return self.shape.run(stage, microbatch, replica)
+
+    def image_run(self, stage: int, space: str, microbatch: int, replica: int) -> Run | None:
+        """Which of the images of the rows of `run` are the replica's; None: all of them."""
+        if not self.shape.divides_images(stage):
+            return None
+        start, stop = self.run(stage, microbatch, replica)
+        tokens = [*itertools.chain.from_iterable(self.images[space][start:stop])]
+        return image_runs(tokens, self.shape.shares[stage])[replica]
 
     @property
     def slices(self) -> tuple[Run, ...]:
@@ -123,6 +143,7 @@ def batch_shape(plan: Plan) -> BatchShape:
         slices=tuple(zip([0, *stops[:-1]], stops, strict=True)),
         shares=tuple(group.axis("replica").shares for group in groups),
         multiples=multiples,
+        divides=tuple(stage.divide for stage in plan.stages),
         turns=tuple((stage.turn, stage.turns) for stage in plan.stages),
         apart=job.documents == "apart",
         arranging=plan.arranging,

@@ -192,10 +192,33 @@ def _stages(plan: Plan) -> Iterator[PlanError]:
                 where=f"{where}.microbatch_multiple",
                 seen=stage.microbatch_multiple,
             )
+        yield from _divides(plan, index)
     used = {stage.group for stage in plan.stages}
     for index in range(len(plan.groups)):
         if index not in used:
             yield PlanError("A group that no stage uses.", where=f"groups[{index}]", next_step="leave it out")
+
+
+def _divides(plan: Plan, index: int) -> Iterator[PlanError]:
+    """A stage that divides images has a space of images, whose tokens are known where those of samples are."""
+    stage = plan.stages[index]
+    space = next((one for one in plan.spaces if one.name == stage.space), None)
+    if stage.divide != "images" or space is None:
+        return
+    if space.tokens:
+        yield PlanError(
+            "Only a stage of packed images divides these among its replicas.",
+            where=f"stages[{index}].divide",
+            seen=f"images, in the space {space.name!r} with rows of {space.tokens} tokens",
+            allowed="samples, or a space whose rows differ",
+        )
+    elif space.counts and tuple(map(sum, space.images)) != space.counts:
+        yield PlanError(
+            "The tokens of a space's images do not come to those of its samples, and a stage divides its images.",
+            where=f"spaces ({space.name}).images",
+            seen=f"{len(space.images)} samples with {sum(map(sum, space.images))} tokens",
+            allowed=f"the {sum(space.counts)} tokens of {len(space.counts)} samples, image by image",
+        )
 
 
 def _prediction(plan: Plan) -> Iterator[PlanError]:

@@ -81,6 +81,8 @@ def _rows(plan: Plan) -> Iterator[PlanError]:
             )
             continue
         replicas = plan.groups[stage.group].group().axis("replica")
+        if stage.divide == "images":  # a replica without images has an empty packed row
+            continue
         if any(start == stop for start, stop in split(rows * multiple // microbatches, replicas.shares)):
             yield PlanError(
                 "A replica would get no row of a microbatch.",

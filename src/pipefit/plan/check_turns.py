@@ -46,11 +46,11 @@ def _of_module(plan: Plan, own: Sequence[int]) -> Iterator[PlanError]:
         )
         return
     for index in own[1:]:
-        for name in ("layers", "space", "microbatch_multiple"):
+        for name in ("layers", "space", "microbatch_multiple", "divide"):
             one, other = getattr(first, name), getattr(plan.stages[index], name)
             if one != other:
                 yield PlanError(
-                    "Stages that take turns hold the same layers and take as many microbatches together.",
+                    "Stages that take turns hold the same layers, and take and divide as many microbatches together.",
                     where=f"stages[{index}].{name}",
                     seen=f"{other}, beside {one} of stage {own[0]}",
                 )

@@ -96,13 +96,17 @@ KEYS: Mapping[str, Key] = {
         _choice("disjoint", "shared", "inline"),
     ),
     "multiple": Key("a count of microbatches that a module on shared devices takes together", _count),
+    "divide": Key(
+        "samples or images: what the replicas of one of several modules divide of a microbatch",
+        _choice("samples", "images"),
+    ),
     "ahead": Key("a count of units that a module on shared devices is ahead", _count),
     "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
     "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
 
 
-MODULES_ALONE = ("modules", "ahead", "multiple")
+MODULES_ALONE = ("modules", "ahead", "multiple", "divide")
 """Keys that mean nothing where a model has one module."""
 
 

@@ -2,47 +2,70 @@
 
 Position r of the batch belongs to microbatch r // (positions / microbatches), within it to the replica whose run of
 positions holds it (`layout.split` by the shares of the stage's group). What a replica holds of a packed space are the
-tokens of its samples, one behind the other.
+tokens of its samples, one behind the other; or, of a stage that divides images, of its run of the images of what the
+stage takes together (`dividing.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
 from pipefit.layout import Group, Run, split
 from pipefit.model.graph import Model
 from pipefit.plan.bounds import Ints
-from pipefit.plan.types import Space
+from pipefit.plan.dividing import image_runs, token_runs
+from pipefit.plan.types import Divide, Space, Stage
 
 CONDITIONS: Mapping[str, str] = {"I": "patches", "L": "latents"}
 """Symbols of the graphs in which a packed row meets a sequence, and whose tokens they are."""
 
 
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """How a stage takes a packed space's microbatches."""
+
+    multiple: int = 1
+    "So many together."
+    divide: Divide = "samples"
+    "What of them its replicas divide."
+
+
+def taking(stage: Stage) -> Taking:
+    """How this stage does."""
+    return Taking(stage.microbatch_multiple, stage.divide)
+
+
+ONE_BY_ONE = Taking()
+
+
 def packed_sizes(
-    space: Space, microbatches: int, shares: Sequence[int], multiple: int = 1
+    space: Space, microbatches: int, shares: Sequence[int], how: Taking = ONE_BY_ONE
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """[microbatch][replica]: (tokens, sum of images' tokens squared); empty where rows are alike. Of a stage that takes
-    `multiple` microbatches together, for each of them what all of them have."""
+    several microbatches together, for each of them what all of them have."""
     if not space.counts:
         return ()
+    units = microbatches // how.multiple
+    if how.divide == "images":
+        each = [_of_images(tokens, shares) for tokens in _images(space, units)]
+        return tuple(one for one in each for _ in range(how.multiple))
     squares = space.squares or [count * count for count in space.counts]
-    each = [
-        _by_replica(one, microbatches // multiple, shares).repeat(multiple, axis=0) for one in (space.counts, squares)
-    ]
-    return tuple(tuple(zip(*row, strict=True)) for row in zip(*(one.tolist() for one in each), strict=True))
+    both = [_by_replica(one, units, shares).repeat(how.multiple, axis=0) for one in (space.counts, squares)]
+    return tuple(tuple(zip(*row, strict=True)) for row in zip(*(one.tolist() for one in both), strict=True))
 
 
 def edge_sizes(
-    space: Space, microbatches: int, source: Group, target: Group, multiples: tuple[int, int] = (1, 1)
+    space: Space, microbatches: int, source: Group, target: Group, how: tuple[Taking, Taking] = (ONE_BY_ONE, ONE_BY_ONE)
 ) -> Iterator[tuple[int, tuple[list[Run], list[Run]]]]:
-    """Of every microbatch: all tokens, and the runs of them that the replicas of both groups hold, whose stages take so
-    many microbatches together."""
+    """Of every microbatch: all tokens, and the runs of them that the replicas of both groups hold, whose stages take
+    them so."""
     ends = [
-        _runs_of(space.counts, microbatches, group.axis("replica").shares, multiple)
-        for group, multiple in zip((source, target), multiples, strict=True)
+        _runs_of(space, microbatches, group.axis("replica").shares, own)
+        for group, own in zip((source, target), how, strict=True)
     ]
     totals = np.asarray(space.counts, dtype=np.int64).reshape(microbatches, -1).sum(axis=1)
     for total, sent, taken in zip(totals.tolist(), *ends, strict=True):
@@ -82,12 +105,29 @@ def _by_replica(counts: Sequence[int], microbatches: int, shares: Sequence[int])
     return found
 
 
-def _runs_of(counts: Sequence[int], microbatches: int, shares: Sequence[int], multiple: int) -> Iterator[list[Run]]:
+def _images(space: Space, units: int) -> Iterator[list[int]]:
+    """The tokens of the images of every so many positions that are taken together."""
+    rows = len(space.images) // units
+    for start in range(0, units * rows, rows):
+        yield list(chain.from_iterable(space.images[start : start + rows]))
+
+
+def _of_images(tokens: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Of every replica, what its images have."""
+    runs = [tokens[start:stop] for start, stop in image_runs(tokens, shares)]
+    return tuple((sum(own), sum(count * count for count in own)) for own in runs)
+
+
+def _runs_of(space: Space, microbatches: int, shares: Sequence[int], how: Taking) -> Iterator[list[Run]]:
     """For every microbatch, which run of its tokens each replica holds: the part of the replica's run of all that are
     taken together that falls into the microbatch."""
-    units = _by_replica(counts, microbatches // multiple, shares)
-    totals = np.asarray(counts, dtype=np.int64).reshape(microbatches // multiple, multiple, -1).sum(axis=2)
-    for own, each in zip(units.tolist(), totals.tolist(), strict=True):
+    units = microbatches // how.multiple
+    totals = np.asarray(space.counts, dtype=np.int64).reshape(units, how.multiple, -1).sum(axis=2)
+    if how.divide == "images":
+        held = [[stop - start for start, stop in token_runs(tokens, shares)] for tokens in _images(space, units)]
+    else:
+        held = _by_replica(space.counts, units, shares).tolist()
+    for own, each in zip(held, totals.tolist(), strict=True):
         bounds = list(accumulate(own, initial=0))
         for start, total in zip(accumulate(each, initial=0), each, strict=False):
             inside = [min(max(0, bound - start), total) for bound in bounds]

@@ -17,6 +17,7 @@ from pipefit.schedule.actions import EVERY, Schedule, Turn, parse_lanes
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float64", "float32", "bfloat16"]
 Documents = Literal["joined", "apart"]
+Divide = Literal["samples", "images"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class Space:
     "Where rows differ: tokens of each, in the order of one sampled batch, the one that predictions are made for."
     squares: tuple[int, ...] = ()
     "Of each of them, the sum over its images of their tokens squared."
+    images: tuple[tuple[int, ...], ...] = ()
+    "Of each of them, the tokens of its images; () where that is not known, and no stage divides images."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Stage:
     "Hash of the operator graph after sharding; '' in a plan written by hand (then ranks only check each other)."
     microbatch_multiple: int = 1
     "How many of the schedule's microbatches this stage's module takes together."
+    divide: Divide = "samples"
+    "What the replicas of a packed stage divide among them: the microbatch's samples, or its images (`dividing.py`)."
     turn: int = 0
     "Of the stages that hold the same layers on lanes of their own and take turns, which this is."
     turns: int = 1

@@ -12,7 +12,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork, TiedWork
 from pipefit.layout import IDENTITY, Axis, Form, Group, Run, box_size, holding, moves, parse_form, split
 from pipefit.model.graph import Layer, size_value
-from pipefit.plan.ragged import conditions, edge_sizes, frozen_layers, packed_sizes
+from pipefit.plan.ragged import conditions, edge_sizes, frozen_layers, packed_sizes, taking
 from pipefit.plan.sharded import Programs, check_handing, own_shares, sharding_key
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Space, Stage, Wire
 from pipefit.schedule.actions import Turn
@@ -77,7 +77,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
                 lane=parts.placement[index],
                 group=group,
                 layers=tuple(program.graphs for program in made),
-                rows=_rows(space, parts.microbatches // stage.microbatch_multiple, group),
+                rows=_rows(stage, space, parts.microbatches, group),
                 slices=_slices(space, parts),
                 recompute=stage.recompute,
                 parameters=programs.counts(layers, sharding_key(stage), shares),
@@ -86,7 +86,7 @@ def pipeline_work(parts: Parts, programs: Programs) -> PipelineWork:
                 symbols=conditions(
                     parts.spaces, parts.microbatches // stage.microbatch_multiple, max(replicas) / sum(replicas)
                 ),
-                packed=packed_sizes(space, parts.microbatches, replicas, stage.microbatch_multiple),
+                packed=packed_sizes(space, parts.microbatches, replicas, taking(stage)),
                 frozen=max(0, min(len(layers), frozen[stage.module] - stage.layers[0])),
                 turns=stage.turns,
             )
@@ -135,10 +135,11 @@ def _rings(groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(device for device, place in at if place == position) for position in range(shards))
 
 
-def _rows(space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
-    """Rows of one of so many parts of the batch on each replica."""
-    runs = split(space.rows // microbatches, group.axis("replica").shares)
-    return tuple(stop - start for start, stop in runs)
+def _rows(stage: Stage, space: Space, microbatches: int, group: Group) -> tuple[int, ...]:
+    """Rows of what the stage takes at once on each replica; where it divides images each has a packed row, at least."""
+    runs = split(space.rows // (microbatches // stage.microbatch_multiple), group.axis("replica").shares)
+    least = 1 if stage.divide == "images" else 0
+    return tuple(max(least, stop - start) for start, stop in runs)
 
 
 def _slices(space: Space, parts: Parts) -> tuple[int, ...]:
@@ -183,12 +184,11 @@ def _edge_work(edge: Edge, parts: Parts, groups: list[Group], programs: Programs
 def _ragged(
     edge: Edge, packed: Space, parts: Parts, groups: tuple[Group, Group], features: int, width: int
 ) -> tuple[tuple[tuple[Message, ...], tuple[Message, ...]], ...]:
-    """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples. None
-    of microbatches that one of the stages does not take."""
+    """The messages of every microbatch, forward and backward: each replica holds the tokens of its own samples, or of
+    its own images. None of microbatches that one of the stages does not take."""
     ahead, back = groups
     ends = [parts.stages[stage] for stage in (edge.source, edge.target)]
-    together = (ends[0].microbatch_multiple, ends[1].microbatch_multiple)
-    sizes = list(edge_sizes(packed, parts.microbatches, ahead, back, together))
+    sizes = list(edge_sizes(packed, parts.microbatches, ahead, back, (taking(ends[0]), taking(ends[1]))))
     turns = [Turn(stage.turn, stage.turns, stage.microbatch_multiple) for stage in ends]
     live = [all(turn.takes(index) for turn in turns) for index in range(len(sizes))]
     exact = len(ahead.devices) * len(back.devices) <= PAIRS

@@ -97,12 +97,14 @@ class Profile(Session):
         self.show("devices", 1, 1)
 
     def _collectives(self, cluster: Cluster) -> None:
-        """On all devices, on the devices of one host, and on one device of every host."""
-        wanted = [list(range(len(self.members)))]
-        if len(self.hosts) > 1:
-            wanted += [next(iter(self.hosts.values())), [ranks[0] for ranks in self.hosts.values()]]
-        groups = [ranks for ranks in dict.fromkeys(map(tuple, wanted)) if len(ranks) > 1]
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        """On all devices, on the devices of one host while all others do the same, as groups of a run's replicas do,
+        and on one device of every host."""
+        hosts = [tuple(ranks) for ranks in self.hosts.values()]
+        wanted = [tuple(range(len(self.members)))]
+        if len(hosts) > 1:
+            wanted += [hosts[0], tuple(ranks[0] for ranks in hosts)]
+        groups = [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1]
+        made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys((*groups, *hosts)) if len(ranks) > 1}
         wire = Wire(self.board, self.device)
         jobs = [(ranks, operation) for ranks in groups for operation in OPERATIONS]
         sizes = self.config.sizes_bytes[1:]
@@ -112,8 +114,9 @@ class Profile(Session):
             for _ in range(self.config.link_rounds):
                 self.board.barrier()
                 own = []
-                if self.rank in ranks:
-                    own = [wire.collective_times(operation, made[ranks], len(ranks), size) for size in sizes]
+                beside = hosts if ranks in hosts else [ranks]
+                for mine in [each for each in beside if self.rank in each and each in made]:
+                    own = [wire.collective_times(operation, made[mine], len(mine), size) for size in sizes]
                 each = self.board.gather(own)
                 self.require_all("collectives")
                 table.append([typical(operation, [each[rank][i] for rank in ranks]) for i in range(len(sizes))])

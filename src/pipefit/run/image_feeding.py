@@ -142,7 +142,8 @@ class ImageFeeding:
         for (stage, _), arrays in sorted(prepared.feeds.items(), key=lambda item: item[0]):
             feeds.setdefault(stage, []).append([self._feed(stage, arrays, step)])
         divisors = {name: prepared.plan.divisors[space] for name, space in self._losses.items()}
-        return Fed(feeds, divisors, {space: each.tolist() for space, each in prepared.plan.counts.items()})
+        counts = {space: each.tolist() for space, each in prepared.plan.counts.items()}
+        return Fed(feeds, divisors, {**counts, **prepared.plan.images})
 
     def _feed(self, stage: int, arrays: Arrays, step: int) -> Feed:
         """On the device; floating inputs in the type that the graphs ask for."""

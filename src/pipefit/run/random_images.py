@@ -1,10 +1,12 @@
 """Random samples for a multimodal plan, with as many tokens as the plan's own sampled batch: what `verify` feeds ranks.
 
-Every sample has one image of one row of patches in each packed space where its count is above zero.
+Every sample has one image of one row of patches in each packed space where its count is above zero; where the plan
+knows its samples' images, as many of those.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from pipefit.data.rows import Rows
 from pipefit.data.stepplan import batch_shape
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model, Tensor, size_value
+from pipefit.plan.dividing import image_runs
 from pipefit.plan.ragged import CONDITIONS
 from pipefit.plan.types import Plan
 from pipefit.run.feed import Feed
@@ -33,8 +36,11 @@ class RandomImages:
         self._dtype: torch.dtype = getattr(torch, plan.job.precision)
         batch, tokens = plan.job.batch, plan.job.sequence
         self.rows = Rows(count=2 * batch, sequence=tokens, last_labels=tokens, held_out=batch)
-        self._counts = {space.name: list(space.counts) for space in plan.spaces if not space.tokens}
-        for name, counts in self._counts.items():
+        spaces = [space for space in plan.spaces if not space.tokens]
+        self._images = {
+            space.name: list(space.images) or [(count,) if count else () for count in space.counts] for space in spaces
+        }
+        for name, counts in self._images.items():
             if len(counts) != batch:
                 raise PlanError(
                     "The plan does not say how many tokens its samples have, so nobody can say what they need.",
@@ -51,12 +57,21 @@ class RandomImages:
             group = plan.groups[stage.group].group()
             if device in group.devices:
                 replica = group.position(device, "replica")
-                runs = [shape.run(number, microbatch, replica) for microbatch in shape.units(number)]
-                self._feeds[number] = [[self._feed(number, range(*run), generator)] for run in runs]
+                for microbatch in shape.units(number):
+                    places = range(*shape.run(number, microbatch, replica))
+                    images = (
+                        [*chain.from_iterable(self._images[stage.space][place] for place in places)]
+                        if (stage.space in self._images)
+                        else []
+                    )
+                    if shape.divides_images(number):
+                        images = images[slice(*image_runs(images, shape.shares[number])[replica])]
+                    feed = self._feed(number, places, images, generator)
+                    self._feeds.setdefault(number, []).append([feed])
 
     def step(self, step: int) -> Fed:
         """The feeds by stage."""
-        return Fed(self._feeds, dict.fromkeys(self._losses, 1), self._counts)
+        return Fed(self._feeds, dict.fromkeys(self._losses, 1), self._images)
 
     @property
     def evaluations(self) -> int:
@@ -70,14 +85,13 @@ class RandomImages:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _feed(self, stage: int, places: range, generator: torch.Generator) -> Feed:
-        """What a stage reads of the samples at these places of the batch."""
+    def _feed(self, stage: int, places: range, counts: list[int], generator: torch.Generator) -> Feed:
+        """What a stage reads of the samples at these places of the batch, with so many tokens in each of its images."""
         one, job = self._plan.stages[stage], self._plan.job
         feed, data = Feed(), dict[str, torch.Tensor]()
-        counts = [self._counts[one.space][place] for place in places] if one.space in self._counts else []
-        sizes = {"B": 1, "T": sum(counts)} if one.space in self._counts else {"B": len(places), "T": job.sequence}
-        if one.space in self._counts:
-            feed.image_lengths = tuple(count for count in counts if count)
+        sizes = {"B": 1, "T": sum(counts)} if one.space in self._images else {"B": len(places), "T": job.sequence}
+        if one.space in self._images:
+            feed.image_lengths = tuple(counts)
         for name, tensor in self._inputs[one.module].items():
             if name in PLACES:
                 value = self._places(PLACES[name], places)
@@ -101,8 +115,8 @@ class RandomImages:
 
     def _places(self, space: str, places: range) -> torch.Tensor:
         """Tokens at the beginning of every row."""
-        counts, tokens = self._counts[space], self._plan.job.sequence
-        found = [row * tokens + i for row, place in enumerate(places) for i in range(counts[place])]
+        images, tokens = self._images[space], self._plan.job.sequence
+        found = [row * tokens + i for row, place in enumerate(places) for i in range(sum(images[place]))]
         return torch.tensor(found, dtype=torch.int64).view(1, -1)
 
     def _random(self, tensor: Tensor, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:

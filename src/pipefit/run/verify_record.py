@@ -68,7 +68,7 @@ def check_recordable(plan: Plan, cluster: Cluster, ranks: Sequence[int], device:
             )
 
 
-LATER = {"recipes": "", "turn": 0, "turns": 1}
+LATER = {"recipes": "", "turn": 0, "turns": 1, "divide": "samples"}
 """Fields of stages that came later, as all plans had them before."""
 
 

@@ -65,6 +65,7 @@ class Direction:
         always split alike."""
         one, two = self.sender, self.receiver
         alike = all(one.axis(name).shares == two.axis(name).shares for name in ("replica", "shard"))
+        alike &= tokens.divide_alike(self.ends)
         own = {"sender": len(shape), "receiver": len(shape) + (not alike)}
 
         def apart(group: Group, forms: Sequence[str], side: str) -> tuple[str, ...]:
@@ -74,7 +75,8 @@ class Direction:
         wire = apart(one, self.wire, "sender")
         way = replace(self, sent=wire, wire=wire, received=apart(two, self.received, "receiver"))
         splits = [sum(group.axis("shard").shares) for group in (one, two)]
-        whole, runs = self.packed((*shape, *splits), tokens, microbatch)
+        total, runs = tokens.of_any(self.space, self.ends, microbatch)
+        whole = (shape[0], total, *shape[2:], *splits)
         return lambda device: way.sends(whole, device, runs)
 
 
@@ -99,12 +101,13 @@ def transfer_key(action: Action) -> tuple[int, int, str, str]:
 
 
 def regridded(plan: Plan, edge: Edge) -> bool:
-    """Whether two stages lie on one lane, but in different grids, with different numbers of microbatches together, or
-    hold what one hands to the other in different forms: it changes places within the lane."""
+    """Whether two stages lie on one lane, but in different grids, with different numbers of microbatches together or
+    one of them dividing images, or hold what one hands to the other in different forms: it changes places within the
+    lane."""
     one, two = edge.source, edge.target
     if plan.order.placement[one] != plan.order.placement[two]:
         return False
-    together = [plan.stages[stage].microbatch_multiple for stage in (one, two)]
+    together = [(plan.stages[stage].microbatch_multiple, plan.stages[stage].divide) for stage in (one, two)]
     forms = any(wire.sent != wire.received for wire in (edge.forward, edge.gradient))
     return forms or together[0] != together[1] or plan.stage_group(one) != plan.stage_group(two)
 

@@ -124,6 +124,9 @@ def _collectives(
 
 
 def _fractions(units: int, shares: Sequence[int]) -> tuple[float, ...]:
+    """What each has of so many units; of nothing, as where data have no images to generate, its share."""
+    if not units:
+        return tuple(share / sum(shares) for share in shares)
     return tuple((stop - start) / units for start, stop in split(units, shares))
 
 

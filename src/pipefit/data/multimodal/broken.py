@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.index import Index
+from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
-from pipefit.data.multimodal.sequence import samples_of, sequence_of
+from pipefit.data.multimodal.sequence import images_of, samples_of, sequence_of
 from pipefit.data.multimodal.step import with_labels
 from pipefit.data.stepplan import StepPlan
 from pipefit.errors import DataError
@@ -66,11 +66,15 @@ def without(made: StepPlan, index: Index, rows: SampleRows, left_out: Set[int]) 
     """The same step without these samples (numbers in the index): counts and divisors of what is left."""
     labels = rows.labels(made.rows)
     counts = {space: values.copy() for space, values in made.counts.items()}
+    images = {space: [*values] for space, values in made.images.items()}
     for place in places_with(rows, made.rows.tolist(), left_out):
         kept = sequence_of(index, rows, int(made.rows[place]), left_out)
         labels[place] = np.count_nonzero(kept.labels_T != IGNORE)
         counts[PATCHES][place], counts[LATENTS][place] = len(kept.image_places), len(kept.condition_places)
-    return with_labels(replace(made, counts=counts), rows, labels)
+        for space, kind in ((PATCHES, IMAGE), (LATENTS, GENERATE)) if images else ():
+            left = images_of(index, rows, int(made.rows[place]), kind, left_out)
+            images[space][place] = tuple(use.tokens for use in left)
+    return with_labels(replace(made, counts=counts, images=images), rows, labels)
 
 
 def places_with(rows: SampleRows, chosen: Iterable[int], samples: Set[int]) -> list[int]:

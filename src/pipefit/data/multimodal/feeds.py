@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, Sampl
 from pipefit.data.multimodal.sequence import NONE, ImageUse, images_of, sequence_of
 from pipefit.data.permutation import make_key
 from pipefit.data.stepplan import StepPlan
+from pipefit.layout import Run
 
 _NOISE = 0x401_5E
 """Part of the key of noise and times."""
@@ -60,14 +62,21 @@ def module_feed(source: Source, plan: StepPlan, stage: int, space: str, microbat
     See `run_feed` for what they are.
     """
     start, stop = plan.run(stage, microbatch, replica)
-    return run_feed(source, space, plan.step, plan.rows[start:stop], start)
+    some = plan.image_run(stage, space, microbatch, replica)
+    return run_feed(source, space, plan.step, plan.rows[start:stop], start, some=some)
 
 
 def run_feed(
-    source: Source, space: str, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int] = NONE
+    source: Source,
+    space: str,
+    step: int,
+    rows: NDArray[np.int64],
+    first: int,
+    left_out: Set[int] = NONE,
+    some: Run | None = None,
 ) -> Arrays:
     """The arrays of `rows`, which stand at the positions of the batch from `first` on, without the samples that are
-    `left_out` of them. B rows, T = the sequence.
+    `left_out` of them; of a packed space, with this run of their images alone. B rows, T = the sequence.
 
     `samples`: tokens, labels, positions (B, T); documents (B, T), where each token's sample starts; rows (B,), their
     positions in the batch; image_places (1, P) and condition_places (1, L), places b T + t of patches and of latents.
@@ -77,12 +86,19 @@ def run_feed(
     pixels in [-1, 1], e the noise and t the time: noisy = (1 - t) e + t x and target = x - e (Lipman et al., 2023).
     P and L may be 0. `Arrays.broken` names the images that could not be read.
     """
-    return _MAKERS[space](source, step, rows, first, left_out)
+    if space == SAMPLES:
+        return _samples(source, step, rows, first, left_out)
+    images = _images(source, rows, IMAGE if space == PATCHES else GENERATE, left_out)
+    return _PACKED[space](source, step, images if some is None else images[slice(*some)])
 
 
-def feed_bytes(rows: SampleRows, space: str, step_rows: NDArray[np.int64], patch_values: int) -> int:
+def feed_bytes(
+    rows: SampleRows, space: str, step_rows: NDArray[np.int64], patch_values: int, some: Run | None = None
+) -> int:
     """What `run_feed` will give for these rows, in bytes, from metadata alone."""
     tokens = rows.of(rows.counts[space], step_rows)
+    if some is not None:
+        tokens = np.array([*chain.from_iterable(rows.images_in(space, step_rows))][slice(*some)], dtype=np.int64)
     if space == SAMPLES:
         places = rows.of(rows.counts[PATCHES], step_rows) + rows.of(rows.counts[LATENTS], step_rows)
         return int(8 * (4 * tokens + places + 1).sum())
@@ -114,8 +130,7 @@ def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, lef
     )
 
 
-def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
-    images = _images(source, rows, IMAGE, left_out)
+def _patches(source: Source, step: int, images: list[ImageUse]) -> Arrays:
     pixels, broken = _pixels(source, images)
     result = _packed(source, images, IMAGE, broken)
     width = source.index.rule(IMAGE).patch_values
@@ -123,8 +138,7 @@ def _patches(source: Source, step: int, rows: NDArray[np.int64], first: int, lef
     return result
 
 
-def _latents(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
-    images = _images(source, rows, GENERATE, left_out)
+def _latents(source: Source, step: int, images: list[ImageUse]) -> Arrays:
     pixels, broken = _pixels(source, images)
     result = _packed(source, images, GENERATE, broken)
     tokens, width = sum(use.tokens for use in images), source.index.rule(GENERATE).patch_values
@@ -182,8 +196,4 @@ def _pixels(source: Source, images: list[ImageUse]) -> tuple[list[NDArray[np.uin
     return pixels, broken
 
 
-_MAKERS: dict[str, Callable[[Source, int, NDArray[np.int64], int, Set[int]], Arrays]] = {
-    SAMPLES: _samples,
-    PATCHES: _patches,
-    LATENTS: _latents,
-}
+_PACKED: dict[str, Callable[[Source, int, list[ImageUse]], Arrays]] = {PATCHES: _patches, LATENTS: _latents}

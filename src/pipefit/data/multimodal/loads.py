@@ -54,7 +54,9 @@ def block_of(shape: BatchShape) -> Block:
     length = math.lcm(*shape.multiples)
     rows = shape.batch // shape.microbatches * length
     owners, weights = [], []
-    for stage, shares in enumerate(shape.shares):
+    # Replicas that divide images have alike: as one, which does its part of everything.
+    owning = [(1,) if shape.divides_images(stage) else shares for stage, shares in enumerate(shape.shares)]
+    for stage, shares in enumerate(owning):
         owner = np.full(rows, NONE, dtype=np.int64)
         counts = np.zeros(length // shape.multiples[stage] * len(shares), dtype=np.int64)
         for microbatch in range(length // shape.multiples[stage]):
@@ -63,16 +65,16 @@ def block_of(shape: BatchShape) -> Block:
                 owner[start:stop] = microbatch * len(shares) + replica
                 counts[microbatch * len(shares) + replica] = stop - start
         owners.append(owner)
-        weights.append(counts[counts > 0].mean() / np.maximum(counts, 1))
+        weights.append(counts[counts > 0].mean() / np.maximum(counts, 1) * len(shares) / len(shape.shares[stage]))
     _, cell = np.unique(np.stack(owners), axis=1, return_inverse=True)
     return Block(
         blocks=shape.batch // rows,
         rows=rows,
         owner=tuple(owners),
-        replicas=tuple(map(len, shape.shares)),
+        replicas=tuple(map(len, owning)),
         weight=tuple(weights),
         cell=np.asarray(cell, dtype=np.int64).reshape(-1),
-        component=_components(owners, [len(shares) for shares in shape.shares]),
+        component=_components(owners, [len(shares) for shares in owning]),
     )
 
 

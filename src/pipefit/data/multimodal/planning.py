@@ -24,6 +24,7 @@ def sampled(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: st
     return Samples(
         tokens={space: rows.of(rows.counts[space], chosen) for space in spaces},
         squares={space: rows.of(rows.squares[space], chosen) for space in spaces},
+        images={space: [rows.images_in(space, each) for each in chosen] for space in spaces if rows.image_tokens},
         note=f"samples: {batches} global batches of {where}",
     )
 
@@ -37,8 +38,9 @@ def arranged_samples(samples: Samples, batch: int, arranging: Arranging, shares:
         seed=0,
         microbatches=count,
         slices=((0, 1),),
-        shares=tuple(own for own, _ in shares),
-        multiples=tuple(multiple for _, multiple in shares),
+        shares=tuple(own.replicas for own in shares),
+        multiples=tuple(own.multiple for own in shares),
+        divides=tuple(own.divide for own in shares),
         arranging=arranging,
     )
     return arranged(shape, rows_of_samples(samples, batch), np.arange(size, dtype=np.int64))

@@ -7,7 +7,7 @@ sample or, packed, as many as fit of those that follow each other in the manifes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -43,6 +43,8 @@ class SampleRows(Rows):
     "(count,) valid labels of every row."
     latent_values: int
     "Values of one latent token."
+    image_tokens: Mapping[str, tuple[Ints, Ints]] = field(default_factory=dict)
+    "Packed space -> (tokens of every image of all rows, (count + 1,) where each row's begin); {}: not known."
     too_long: int
     "Samples that were left out because they are longer than the sequence."
 
@@ -54,15 +56,27 @@ class SampleRows(Rows):
         """The values of these rows; 0 for NO_ROW."""
         return np.where(rows == NO_ROW, 0, values[np.maximum(rows, 0)]).astype(np.int64)
 
+    def images_in(self, space: str, rows: Ints) -> list[tuple[int, ...]]:
+        """The tokens of every image of a packed space in each of these rows."""
+        tokens, starts = self.image_tokens[space]
+        return [() if row == NO_ROW else tuple(tokens[starts[row] : starts[row + 1]].tolist()) for row in rows.tolist()]
+
 
 def rows_of_index(
-    index: Index, sequence: int, *, batch: int = 1, held_out: float = 0, pack: bool = False, on_long: OnLong = "fail"
+    index: Index,
+    sequence: int,
+    *,
+    batch: int = 1,
+    held_out: float = 0,
+    pack: bool = False,
+    on_long: OnLong = "fail",
+    images: bool = False,
 ) -> SampleRows:
     """Cut the samples of an index into rows of `sequence` tokens.
 
     `held_out`: a fraction below 1, rounded to whole batches of `batch` rows, or a number of rows; `pack`: put as many
-    samples into a row as fit. Raises DataError for a sample that is longer than the sequence, unless `on_long` is
-    `skip`, and where no rows are left to train on.
+    samples into a row as fit; `images`: the tokens of every image are to be known, too. Raises DataError for a sample
+    that is longer than the sequence, unless `on_long` is `skip`, and where no rows are left to train on.
     """
     per_sample = _PerSample(index)
     fits = per_sample.lengths <= sequence
@@ -96,6 +110,10 @@ def rows_of_index(
         images=by_row(per_sample.images),
         label_counts=by_row(per_sample.labels),
         latent_values=index.rule(GENERATE).patch_values,
+        image_tokens={
+            space: (per_sample.image_tokens(kind, samples), _starts(by_row(per_sample.images_of[kind])))
+            for space, kind in (((PATCHES, IMAGE), (LATENTS, GENERATE)) if images else ())
+        },
         too_long=int((~fits).sum()),
     )
 
@@ -114,16 +132,31 @@ class _PerSample:
         self.lengths = _sums(tokens, starts)
         self.tokens = {kind: _sums(np.where(kinds == kind, tokens, 0), starts) for kind in (IMAGE, GENERATE)}
         self.squares = {kind: _sums(np.where(kinds == kind, tokens**2, 0), starts) for kind in (IMAGE, GENERATE)}
-        self.images = _sums(((kinds == IMAGE) | (kinds == GENERATE)).astype(np.int64), starts)
+        self.images_of = {kind: _sums((kinds == kind).astype(np.int64), starts) for kind in (IMAGE, GENERATE)}
+        self.images = self.images_of[IMAGE] + self.images_of[GENERATE]
+        self._parts = starts, kinds, tokens
         learned = np.where((kinds == TEXT) | (kinds == END), tokens, 0)
         # Nothing asks for the first token of a sample.
         first = np.append(learned, 0)[starts[:-1]] > 0
         self.labels = _sums(learned, starts) - (first & (starts[:-1] < starts[1:]))
 
+    def image_tokens(self, kind: int, samples: Ints) -> Ints:
+        """The tokens of every image of a kind in these samples, which ascend."""
+        starts, kinds, tokens = self._parts
+        wanted = np.zeros(len(starts) - 1, dtype=np.bool_)
+        wanted[samples] = True
+        found: Ints = tokens[(kinds == kind) & np.repeat(wanted, np.diff(starts))].astype(np.int64)
+        return found
+
+
+def _starts(counts: Ints) -> Ints:
+    """Sums of those before each, and of all."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
 
 def _sums(values: Ints, starts: Ints) -> Ints:
     """The sum over every run [starts[i], starts[i + 1])."""
-    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    total = _starts(values)
     found: Ints = total[starts[1:]] - total[starts[:-1]]
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipefit.data.multimodal.arrange import arranged
-from pipefit.data.multimodal.sample_rows import LATENTS, SAMPLES, Ints, SampleRows
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, Ints, SampleRows
 from pipefit.data.stepplan import BatchShape, StepPlan, evaluation_plan, step_plan
 from pipefit.plan.types import Plan
 
@@ -19,7 +19,8 @@ from pipefit.plan.types import Plan
 def multimodal_step(plan: Plan | BatchShape, rows: SampleRows, step: int) -> StepPlan:
     """The step plan of training step `step` (from 0), its samples balanced and ordered as the plan says.
 
-    `counts[space][r]` are the tokens of position r; `divisors` say by what each module's summed loss is divided.
+    `counts[space][r]` are the tokens of position r, `images[space][r]` those of its images where stages divide images;
+    `divisors` say by what each module's summed loss is divided.
     Raises DataError if the samples do not fill one batch.
     """
     made = step_plan(plan, rows, step)
@@ -35,7 +36,12 @@ def counted(made: StepPlan, rows: SampleRows) -> StepPlan:
     """The same step with its counts and divisors."""
     counts = {space: rows.of(values, made.rows) for space, values in rows.counts.items()}
     counts[SAMPLES] = np.full(len(made.rows), rows.sequence, dtype=np.int64)
-    return with_labels(replace(made, counts=counts), rows, rows.labels(made.rows))
+    images = (
+        {space: rows.images_in(space, made.rows) for space in (PATCHES, LATENTS)}
+        if "images" in made.shape.divides
+        else {}
+    )
+    return with_labels(replace(made, counts=counts, images=images), rows, rows.labels(made.rows))
 
 
 def with_labels(made: StepPlan, rows: SampleRows, labels: Ints) -> StepPlan:

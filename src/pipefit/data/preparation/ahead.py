@@ -26,6 +26,7 @@ from pipefit.data.multimodal.step import multimodal_evaluation, multimodal_step
 from pipefit.data.preparation.pool import Pool
 from pipefit.data.stepplan import BatchShape, StepPlan
 from pipefit.errors import DataError
+from pipefit.layout import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class Recipe:
             held_out=self.held_out,
             pack=self.pack,
             on_long=self.on_long,
+            images="images" in self.shape.divides,
         )
         return Source(index=index, rows=rows, seed=self.shape.seed)
 
@@ -90,6 +92,8 @@ class FeedRequest(NamedTuple):
     first: int
     left_out: frozenset[int] = frozenset()
     "Samples of these rows that the run goes on without."
+    some: Run | None = None
+    "Of a stage that divides images: which of those of these rows, without what is left out."
 
 
 class Place(NamedTuple):
@@ -190,7 +194,7 @@ class Ahead:
         of its samples was left out is made again, here."""
         while True:
             for key, request in self._requests(plan):
-                if request.left_out != requested[key].left_out:
+                if (request.left_out, request.some) != (requested[key].left_out, requested[key].some):
                     requested[key], feeds[key] = request, run_feed(self.source, *request)
             found = self._together([each for arrays in feeds.values() for each in arrays.broken])
             if not found:
@@ -239,15 +243,16 @@ class Ahead:
         self._requested[plan.step] = dict(self._requests(plan))
         for key, request in self._requested[plan.step].items():
             rule = self.source.index.rule(GENERATE if request.space == LATENTS else IMAGE)
-            size_bytes = feed_bytes(self.source.rows, request.space, request.rows, rule.patch_values)
+            size_bytes = feed_bytes(self.source.rows, request.space, request.rows, rule.patch_values, request.some)
             pool.add(("feed", plan.step, *key), request, size_bytes, request.space)
 
     def _requests(self, plan: StepPlan) -> Iterator[tuple[Key, FeedRequest]]:
+        plan = self._without(plan)
         for stage, space, replica in self.places:
             for microbatch in plan.shape.units(stage):
                 start, stop = plan.run(stage, microbatch, replica)
-                rows = plan.rows[start:stop]
-                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, self._left_out_of(rows))
+                rows, some = plan.rows[start:stop], plan.image_run(stage, space, microbatch, replica)
+                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, self._left_out_of(rows), some)
 
     def _left_out_of(self, rows: NDArray[np.int64]) -> frozenset[int]:
         known, chosen = self.source.rows, rows.tolist()

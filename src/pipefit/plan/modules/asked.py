@@ -9,6 +9,7 @@ from typing import Any
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
 from pipefit.plan.length import check_length
+from pipefit.plan.modules.samples import Samples
 from pipefit.plan.sliced.check import document_obstacles
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
@@ -17,21 +18,21 @@ from pipefit.schedule.problem import linear
 COMMON = ("microbatches", "schedule", "zero1", "devices", "modules", "ahead")
 """What can be pinned for all modules together."""
 
-OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple")
+OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")
 """What can be pinned for each."""
 
 APART = ("stages", "devices")
 """What a module that shares the devices of another does not have."""
 
 
-def check_asked(model: Model, job: Job, pins: Mapping[str, Any]) -> None:
+def check_asked(model: Model, job: Job, pins: Mapping[str, Any], samples: Samples) -> None:
     """Raises PlanError for what a plan of several modules cannot be."""
     for module in model.modules:
         if module.space == "samples":
             check_length(module, model, job.sequence, "--seq")
     for error in document_obstacles(model, "--documents") if job.documents == "apart" else ():
         raise error
-    for error in _pin_problems(model, job, pins):
+    for error in (*_pin_problems(model, job, pins), *_divide_problems(model, pins, samples)):
         raise error
 
 
@@ -94,6 +95,19 @@ def _pin_problems(model: Model, job: Job, pins: Mapping[str, Any]) -> Iterator[P
                 where="--fix schedule",
                 seen=value,
                 allowed=", ".join(name for name in sorted(FAMILIES) if FAMILIES[name].placement(4) == linear(4)),
+            )
+
+
+def _divide_problems(model: Model, pins: Mapping[str, Any], samples: Samples) -> Iterator[PlanError]:
+    for module in model.modules:
+        if pins.get(f"{module.name}.divide") == "images" and not samples.images_each(module.space):
+            packed = [one.name for one in model.modules if one.space != "samples"]
+            yield PlanError(
+                "The images of this module's samples cannot be divided among its replicas.",
+                where=f"--fix {module.name}.divide",
+                seen="it works on whole sequences" if module.space == "samples" else samples.note,
+                allowed=f"images for {' and '.join(packed)}, with the data known" if packed else "samples",
+                next_step="plan with the data: pipefit plan --data INDEX" if module.name in packed else "drop it",
             )
 
 

@@ -106,6 +106,7 @@ class Costing:
             overhead_s=2 * (ACTION_OVERHEAD_S + stage_overhead_s(self.network.cluster)),
             reduce_s_per_byte=self.network.rings([(0, self.network.devices - 1)]).s_per_byte,
             workspace_bytes=float(WORKSPACE_BYTES),
+            parts=self.samples.images_each(module.space) if pins.get("divide") == "images" else 0.0,
         )
         return Costed(profile=profile, ways=tuple(meant))
 

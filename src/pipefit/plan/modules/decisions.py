@@ -6,6 +6,8 @@ import itertools
 from dataclasses import dataclass
 
 from pipefit.plan.decisions import Decisions
+from pipefit.plan.modules.samples import StageShares
+from pipefit.plan.types import Divide
 
 OWN = ("replicas", "stages", "shards", "sharding", "recompute", "cuts")
 """Choices that every module makes for itself; the others hold for all."""
@@ -30,6 +32,8 @@ class ModuleDecisions(Decisions):
     "Those in one stage on an end of the backbone: before it on its first lane, behind it on its last one."
     multiples: tuple[tuple[str, int], ...] = ()
     "Of guests that take several microbatches together, how many: they divide the count of microbatches."
+    divided: tuple[str, ...] = ()
+    "Modules whose replicas divide the images of a microbatch, in place of its samples."
     ahead: int = 1
     "The `window` of the order (`schedule.multiplexed`), where there are guests."
 
@@ -52,9 +56,15 @@ class ModuleDecisions(Decisions):
         return dict(self.multiples).get(module, 1)
 
     @property
-    def shares_of_stages(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+    def shares_of_stages(self) -> tuple[StageShares, ...]:
         """See `samples.Shares`."""
-        return tuple((own.replicas, self.multiple_of(name)) for name, own in self.stages_of)
+        return tuple(
+            StageShares(own.replicas, self.multiple_of(name), self.divide_of(name)) for name, own in self.stages_of
+        )
+
+    def divide_of(self, module: str) -> Divide:
+        """What its replicas divide."""
+        return "images" if module in self.divided else "samples"
 
     def copies(self, module: str) -> int:
         """The stages that hold the same layers: for a guest as many as the backbone has lanes."""
@@ -126,6 +136,8 @@ class ModuleDecisions(Decisions):
                 found[f"{name}.devices"] = str(own.device_count)
             if name != self.backbone:
                 found[f"{name}.placement"] = self.placement_of(name)
+            if name in self.divided:
+                found[f"{name}.divide"] = "images"
             if name in self.guests:
                 found[f"{name}.multiple"] = str(self.multiple_of(name))
         common = {"microbatches": self.microbatches, "schedule": self.schedule, "zero1": str(self.zero1).lower()}
@@ -140,6 +152,7 @@ class ModuleDecisions(Decisions):
         for name, own in self.modules:
             shards = f" x {len(own.shards)} shards" if own.is_sharded else ""
             again = f", recompute {own.recompute[0]}" if own.recompute != ("none",) else ""
+            again += ", images divided" if name in self.divided else ""
             if name in self.guests:
                 turns = f"{len(own.replicas)} replicas{shards} on each of {self.copies(name)} lanes"
                 if self.multiple_of(name) > 1:

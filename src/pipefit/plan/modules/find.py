@@ -81,7 +81,7 @@ def modules_found(
 ) -> ModulesFound:
     """The best plans under `pins`, the fastest over all sampled batches first. Raises PlanError for pins that mean
     nothing here, and DoesNotFitError."""
-    check_asked(bench.model, job, pins)
+    check_asked(bench.model, job, pins, samples)
     finder = _Finder(bench, job, pins, samples, arrange)
     finder.look(progress)
     if not finder.fitting:
@@ -106,6 +106,9 @@ class _Finder:
             name: {key: len(value) if key == "replicas" else value for key, value in each.items() if key in FIXED}
             for name, each in own.items()
         }
+        each = {module.name: samples.images_each(module.space) for module in bench.model.modules}
+        self.images = {name: count for name, count in each.items() if count}
+        "Of modules whose samples' images are known, how many an average sample has."
         profiles = [one.profile for one in self.costed]
         self.backbone = profiles[backbone_of(profiles)].name
         able = can_share(profiles)
@@ -140,7 +143,7 @@ class _Finder:
         decisions = _plain(one)
         if 2 * decisions.lanes * decisions.microbatches > AROUND:
             return []
-        others = neighbours(decisions, self.costed, self.job.batch // decisions.microbatches, self.pins)
+        others = neighbours(decisions, self.costed, self.job.batch // decisions.microbatches, self.images, self.pins)
         return [made for other in others if (made := self.simulate(other, 0)) is not None]
 
     def reorder(self) -> None:
@@ -302,9 +305,10 @@ class _Finder:
         )
         guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
         multiples = tuple((layout.module, layout.multiple) for layout in arrangement.modules if layout.multiple > 1)
+        divided = tuple(name for name in self.images if self.pins.get(f"{name}.divide") == "images")
         made = ModuleDecisions(
             **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline,
-            multiples=multiples,
+            multiples=multiples, divided=divided,
         )  # fmt: skip
         return made if within_hosts(made, hosts) else None
 

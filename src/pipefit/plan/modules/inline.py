@@ -116,6 +116,8 @@ class Joined:
     "Of every way, what each module recomputes."
     shards: tuple[tuple[int, ...], ...]
     "Of every way, the shards of each module: they divide those of the backbone."
+    profiles: tuple[ModuleProfile, ...]
+    "Of each module by itself."
 
     def least_s(self, microbatches: int, batch: int, devices: int) -> float:
         """Less than any step of so many microbatches, reductions apart: as `orchestrate` has it, of one module."""
@@ -140,10 +142,12 @@ class Joined:
         return [{**given, "replicas": own} for own in sorted(found - {0})]
 
     def only(self, options: Options, samples: int, replicas: Mapping[str, int]) -> Options:
-        """Those in which each replica of a module has a sample of a microbatch, and that have what is fixed."""
+        """Those in which each replica of a module has a sample of a microbatch, or an image where it divides those, and
+        that have what is fixed."""
         each = np.array([way.shards for way in self.profile.ways])[:, None] // np.array(self.shards)
         counts = options.replicas[:, None] * each[options.way]
-        fits = (counts <= samples).all(axis=1)
+        most = [profile.most_replicas(samples, profile.name in replicas) for profile in self.profiles]
+        fits = (counts <= np.array(most)).all(axis=1)
         for name, count in replicas.items():
             fits &= counts[:, self.modules.index(name)] == count
         return options.only(fits)
@@ -192,6 +196,7 @@ def joined(
         modules=tuple(one.name for one in profiles),
         recompute=tuple(recompute),
         shards=tuple(shards),
+        profiles=tuple(profiles),
     )
 
 

@@ -89,13 +89,14 @@ def options_of(
 ) -> Options:
     """All layouts of a module on at most so many devices that fit by themselves, where a microbatch has `samples`
     samples and a device holds `limit_bytes`; of fixed `replicas` only those."""
-    each = replica_counts(samples, devices)
+    each = replica_counts(profile.most_replicas(samples), devices)
     if "replicas" in fixed:
-        each = [fixed["replicas"]] if fixed["replicas"] <= min(samples, devices) else []
+        able = min(profile.most_replicas(samples, fixed=True), devices)
+        each = [fixed["replicas"]] if fixed["replicas"] <= able else []
     if not each or not profile.ways:
         return _none()
     replicas = np.array(each, dtype=np.int64)
-    mean, most = (column[:, None] for column in profile.dealer.loads(microbatches, replicas, samples))
+    mean, most = (column[:, None] for column in profile.loads(microbatches, replicas, samples))
     cuts, stages, part = profile.cuts, profile.cuts.stages, (1.0 - 1.0 / replicas)[:, None]
     used = replicas[:, None] * (cuts.counts * cuts.shards)
     kept = stages["static_bytes"] + stages["state_bytes"] / replicas[:, None] + profile.workspace_bytes

@@ -37,7 +37,8 @@ def module_parts(
             (stage,) = make_stages(modules[name], own, (), programs)
             runs[-1].append(len(stages))
             end = decisions.end_of(name)
-            stages.append(replace(stage, group=first + end if decisions.in_grid(name) else len(groups)))
+            grid = first + end if decisions.in_grid(name) else len(groups)
+            stages.append(replace(stage, group=grid, divide=decisions.divide_of(name)))
             split_state.append(decisions.zero1 and len(own.replicas) > 1)
             if not decisions.in_grid(name):
                 groups += make_groups(replace(own, devices=lies[decisions.backbone].lane_devices()[end]))
@@ -52,6 +53,7 @@ def module_parts(
                         turn=turn,
                         turns=decisions.copies(name),
                         microbatch_multiple=decisions.multiple_of(name),
+                        divide=decisions.divide_of(name),
                     )
                 )
                 split_state.append(decisions.zero1 and len(own.replicas) > 1)

@@ -1,5 +1,6 @@
 """Layouts next to a good one: a stage's end one layer on, another module recomputed, a grid in line one step finer, a
-module on shared devices with twice or half as many microbatches together.
+module on shared devices with twice or half as many microbatches together, replicas that divide images or samples, and
+the optimizer state split or not.
 
 The short list is made by a closed form that knows neither the order of actions nor what exactly a device holds at its
 fullest. So the best layouts are changed a little, one thing at a time, as long as the simulator finds them faster.
@@ -7,6 +8,7 @@ fullest. So the best layouts are changed a little, one thing at a time, as long 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +20,9 @@ from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.outcome import Evaluated
 
 ROUNDS = 8
+
+PAIRS = 1024
+"""Of devices up to which images are divided: in some step any two may meet, and NCCL has a communicator for each."""
 
 
 def polished(start: Evaluated, around: Callable[[Evaluated], Sequence[Evaluated]]) -> Evaluated:
@@ -32,25 +37,60 @@ def polished(start: Evaluated, around: Callable[[Evaluated], Sequence[Evaluated]
 
 
 def neighbours(
-    decisions: ModuleDecisions, costed: Sequence[Costed], samples: int, pins: Mapping[str, Any]
+    decisions: ModuleDecisions,
+    costed: Sequence[Costed],
+    samples: int,
+    images: Mapping[str, float],
+    pins: Mapping[str, Any],
 ) -> Iterator[ModuleDecisions]:
-    """Every layout that differs in one thing, where a microbatch has so many samples. What is pinned stays."""
+    """Every layout that differs in one thing, where a microbatch has so many samples, and a sample so many `images` of
+    the modules that can divide them. What is pinned stays."""
+    if "zero1" not in pins:
+        modules = tuple((name, replace(own, zero1=not decisions.zero1)) for name, own in decisions.modules)
+        yield replace(decisions, zero1=not decisions.zero1, modules=modules)
     for place, (name, own) in enumerate(decisions.modules):
         layers = len(costed[place].profile.ways[0].sample_s)
-        others = [*_cut_elsewhere(own, layers), *_recomputed(own, f"{name}.recompute" in pins)]
-        if name in decisions.inline and not {f"{name}.shards", f"{name}.replicas"} & {*pins}:
-            most = len(dict(decisions.modules)[decisions.backbone].shards)
-            others += _regridded(own, most, samples)
-        for other in others:
-            way = next((each for each in costed[place].ways if each.is_of(other)), None)
-            if way is not None:
-                yield _with(decisions, place, replace(other, sharding=way.sharding))
-        if name in decisions.guests and f"{name}.multiple" not in pins:
-            for multiple, other in _together(decisions, name, own, samples):
-                if other == own or not {f"{name}.shards", f"{name}.replicas"} & {*pins}:
+        free = not {f"{name}.shards", f"{name}.replicas"} & {*pins}
+        for other in (*_cut_elsewhere(own, layers), *_recomputed(own, f"{name}.recompute" in pins)):
+            yield from _run_as(decisions, costed, place, other)
+        able = images.get(name, 0.0) if (len(own.replicas) * len(own.shards)) ** 2 <= PAIRS else 0.0
+        for divided in _divisions(name in decisions.divided, able, f"{name}.divide" in pins):
+            made = _dividing(decisions, name, divided)
+            each = samples * decisions.multiple_of(name) * (images[name] if divided else 1.0)
+            if made != decisions and 1 < len(own.replicas) <= each:
+                yield made
+            if free and name in (decisions.inline if not divided else (*decisions.inline, *decisions.guests)):
+                most = len(dict(decisions.modules)[decisions.backbone].shards)
+                for other in _regridded(own, most if decisions.multiple_of(name) == 1 else 1, each):
+                    yield from _run_as(made, costed, place, other)
+        packed = costed[place].ways[0].load.space != "samples"
+        if name in decisions.guests and packed and f"{name}.multiple" not in pins:
+            pieces = samples * (images[name] if name in decisions.divided else 1.0)
+            for multiple, other in _together(decisions, name, own, pieces):
+                if other == own or free:
                     multiples = {**dict(decisions.multiples), name: multiple}
                     made = _with(decisions, place, other)
                     yield replace(made, multiples=tuple((each, n) for each, n in multiples.items() if n > 1))
+
+
+def _run_as(
+    decisions: ModuleDecisions, costed: Sequence[Costed], place: int, own: Decisions
+) -> Iterator[ModuleDecisions]:
+    """With a module that lies so, if it has a way to run so."""
+    way = next((each for each in costed[place].ways if each.is_of(own)), None)
+    if way is not None:
+        yield _with(decisions, place, replace(own, sharding=way.sharding))
+
+
+def _divisions(now: bool, images: float, pinned: bool) -> list[bool]:
+    """Whether images are divided: as it is, and where samples have several images, the other way too."""
+    return [now] if pinned or (images <= 1.0 and not now) else [now, not now]
+
+
+def _dividing(decisions: ModuleDecisions, name: str, divided: bool) -> ModuleDecisions:
+    """With the images of a module divided, or its samples."""
+    others = [one for one in decisions.divided if one != name]
+    return replace(decisions, divided=tuple([*others, name] if divided else others))
 
 
 def _with(decisions: ModuleDecisions, place: int, own: Decisions) -> ModuleDecisions:
@@ -59,15 +99,15 @@ def _with(decisions: ModuleDecisions, place: int, own: Decisions) -> ModuleDecis
     return replace(decisions, modules=(*decisions.modules[:place], made, *decisions.modules[place + 1 :]))
 
 
-def _together(decisions: ModuleDecisions, name: str, own: Decisions, samples: int) -> Iterator[tuple[int, Decisions]]:
-    """Twice, four times and half as many microbatches together as a guest takes, of so many samples: several only
-    without shards, a unit for every lane, and a sample of it for every replica."""
+def _together(decisions: ModuleDecisions, name: str, own: Decisions, pieces: float) -> Iterator[tuple[int, Decisions]]:
+    """Twice, four times and half as many microbatches together as a guest takes, of so many samples or images: several
+    only without shards, a unit for every lane, and one of those for every replica."""
     whole = replace(own, replicas=(1,) * (len(own.replicas) * len(own.shards)), shards=(1,), sharding="none")
     now = decisions.multiple_of(name)
-    least = max(2 * now, -(-len(whole.replicas) // samples))
+    least = max(2 * now, math.ceil(len(whole.replicas) / pieces))
     for multiple, other in [(least, whole), (2 * least, whole), *([(now // 2, own)] if now % 2 == 0 else [])]:
         units, rest = divmod(decisions.microbatches, multiple)
-        if not rest and units >= decisions.copies(name) and len(other.replicas) <= multiple * samples:
+        if not rest and units >= decisions.copies(name) and len(other.replicas) <= multiple * pieces:
             yield multiple, other
 
 
@@ -84,10 +124,11 @@ def _recomputed(own: Decisions, pinned: bool) -> Iterator[Decisions]:
         yield replace(own, recompute=("full",) if own.recompute == ("none",) else ("none",))
 
 
-def _regridded(own: Decisions, most: int, samples: int) -> Iterator[Decisions]:
-    """As many devices of the lane in another grid: half the shards, or twice as many."""
+def _regridded(own: Decisions, most: int, pieces: float) -> Iterator[Decisions]:
+    """As many devices of the lane in another grid: half the shards, where each replica has something then of so many
+    samples or images, or twice as many."""
     replicas, shards = len(own.replicas), len(own.shards)
-    if shards % 2 == 0 and 2 * replicas <= samples:
+    if shards % 2 == 0 and 2 * replicas <= pieces:
         yield replace(own, replicas=(1,) * (2 * replicas), shards=(1,) * (shards // 2))
-    if replicas % 2 == 0 and most % (2 * shards) == 0:
+    if replicas % 2 == 0 and most % (2 * shards) == 0 and replicas // 2 <= pieces:
         yield replace(own, replicas=(1,) * (replicas // 2), shards=(1,) * (2 * shards))

@@ -73,6 +73,8 @@ class ModuleProfile:
     "Of adding up gradients over many replicas: what a byte takes."
     workspace_bytes: float = 0.0
     "On every device beside what layers hold."
+    parts: float = 0.0
+    "Where its replicas divide images, how many an average sample has; 0: they divide samples."
 
     @cached_property
     def cuts(self) -> AllCuts:
@@ -88,6 +90,22 @@ class ModuleProfile:
     def mean(self) -> float:
         """What a sample costs on average."""
         return float(self.weights.mean()) if self.weights.size else 1.0
+
+    def loads(self, microbatches: int, replicas: Ints, samples: int) -> tuple[Array, Array]:
+        """What the fullest replica of a microbatch of so many samples gets, for each of these counts of replicas, in
+        average samples: on average, and at most."""
+        if not self.parts:
+            return self.dealer.loads(microbatches, replicas, samples)
+        most = self.dealer.load(microbatches, 1, samples)[1]
+        one = self.mean / self.parts
+        return one * np.ceil(samples * self.parts / replicas), most / replicas + one
+
+    def most_replicas(self, samples: int, fixed: bool = False) -> int:
+        """How many replicas a microbatch of so many samples is worth, at most: one for each of them, or for each image
+        on average. Who divides images may have any number of replicas, if it is `fixed`."""
+        if not self.parts:
+            return samples
+        return 1 << 30 if fixed else max(1, int(samples * self.parts))
 
     @cached_property
     def dealer(self) -> Dealer:

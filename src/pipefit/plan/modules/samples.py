@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,20 @@ from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.model.graph import Model
 from pipefit.plan.bounds import Ints
-from pipefit.plan.types import Arranging, Job, Space
+from pipefit.plan.types import Arranging, Divide, Job, Space
 
-Shares = Sequence[tuple[tuple[int, ...], int]]
-"""Of every stage, the shares of its replicas, and how many microbatches it takes together."""
+
+class StageShares(NamedTuple):
+    """Who takes what of a stage."""
+
+    replicas: tuple[int, ...]
+    "Their shares."
+    multiple: int = 1
+    "How many microbatches are taken together."
+    divide: Divide = "samples"
+
+
+Shares = Sequence[StageShares]
 
 Arrange = Callable[["Samples", int, Arranging, Shares, int], Ints]
 """(samples, which batch, loads of the stages, their shares, microbatches) -> for every position of the batch, which of
@@ -40,6 +51,8 @@ class Samples:
     "Sums over a sample's images of their tokens squared."
     note: str
     "Where they come from."
+    images: Mapping[str, Sequence[Sequence[tuple[int, ...]]]] = field(default_factory=dict)
+    "Tokens of every image of a sample, likewise; {} where they are not known, and cannot be divided."
 
     @property
     def batches(self) -> int:
@@ -50,7 +63,23 @@ class Samples:
         if name not in self.tokens:
             return Space(name=name, rows=job.batch, tokens=job.sequence)
         counts, squares = ([int(one) for one in table[name][batch][order]] for table in (self.tokens, self.squares))
-        return Space(name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares))
+        images = tuple(self.images[name][batch][one] for one in order.tolist()) if name in self.images else ()
+        return Space(name=name, rows=job.batch, tokens=0, counts=tuple(counts), squares=tuple(squares), images=images)
+
+    def only(self, batches: slice) -> Samples:
+        """Some of the batches alone."""
+        return replace(
+            self,
+            tokens={name: table[batches] for name, table in self.tokens.items()},
+            squares={name: table[batches] for name, table in self.squares.items()},
+            images={name: table[batches] for name, table in self.images.items()},
+        )
+
+    def images_each(self, space: str) -> float:
+        """How many images a sample has on average; 0 where that is not known."""
+        if space not in self.images:
+            return 0.0
+        return float(np.mean([len(one) for batch in self.images[space] for one in batch]))
 
 
 def completed(samples: Samples, model: Model, job: Job) -> Samples:
@@ -67,6 +96,15 @@ def completed(samples: Samples, model: Model, job: Job) -> Samples:
                 where=f"samples, space {name!r}",
                 seen=f"{table.shape} tokens, {squares[name].shape} squares",
                 allowed=f"{job.batch} samples in each of them",
+            )
+    for name, known in samples.images.items():
+        told = [[sum(each) for each in batch] for batch in known]
+        if told != tokens[name].tolist():
+            raise PlanError(
+                "The images of the sampled batches do not have the tokens of their samples.",
+                where=f"samples, space {name!r}",
+                seen=f"{sum(map(sum, told))} tokens in {len(told)} batches of images",
+                allowed=f"{tokens[name].sum()} in {len(tokens[name])}, sample by sample",
             )
     return replace(samples, tokens=tokens, squares=squares)
 
@@ -85,9 +123,10 @@ def assumed_samples(model: Model, job: Job) -> Samples:
 def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int) -> Ints:
     """An `Arrange`: samples go into bins, the heaviest first, each into the bin with the least load that has room
     (longest processing time first, Graham 1969). A bin is what a replica of the most finely divided stage has in one
-    microbatch (of those that take them one by one); bins that are alike come together in one, because it waits for its
-    fullest, and light microbatches alternate with heavy ones. Where the replicas are uneven, microbatches are balanced
-    first and then each of them. The load of a sample is the sum over stages of its part of the stage's work."""
+    microbatch (of those that take them one by one, and divide samples); bins that are alike come together in one,
+    because it waits for its fullest, and light microbatches alternate with heavy ones. Where the replicas are uneven,
+    microbatches are balanced first and then each of them. The load of a sample is the sum over stages of its part of
+    the stage's work."""
     size = next(iter(samples.tokens.values())).shape[1] if samples.tokens else 0
     if not size:
         return np.zeros(0, dtype=np.int64)
@@ -98,7 +137,9 @@ def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Shares, co
             load += own * (1.0 + one.backward)
     if not arranging.balance or not load.any():
         return np.arange(size, dtype=np.int64)
-    finest = max((own for own, multiple in shares if multiple == 1), key=len)
+    finest = max(
+        (own.replicas for own in shares if own.multiple == 1 and own.divide == "samples"), key=len, default=(1,)
+    )
     rooms = [stop - start for start, stop in split(size // count, finest)]
     heaviest = np.argsort(-load, kind="stable")
     if len({*rooms}) == 1:

@@ -123,10 +123,11 @@ class Sharing:
 
     def replicas(self, guest: Guest, devices: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """[way, lane] of a guest on lanes of so many devices: (its replicas, whether that can be): whole shard groups,
-        a sample for each replica."""
+        a sample, or an image, for each replica."""
         shards = guest.profile.whole.shards[:, None]
         replicas = devices // shards
-        fits = (replicas * shards == devices) & (replicas <= self.samples * guest.multiple)
+        most = guest.profile.most_replicas(self.samples * guest.multiple, bool(guest.fixed))
+        fits = (replicas * shards == devices) & (replicas <= most)
         if guest.multiple > 1:
             fits &= shards == 1
         if guest.fixed:
@@ -142,7 +143,7 @@ class Sharing:
         """What the fullest replica of a microbatch, or of several together, gets, for each of these counts: on average,
         and at most."""
         counts, place = distinct(replicas)
-        mean, most = profile.dealer.loads(self.microbatches // multiple, counts, self.samples * multiple)
+        mean, most = profile.loads(self.microbatches // multiple, counts, self.samples * multiple)
         return mean[place], most[place]
 
     def guest_loads(self, guest: Guest, replicas: Ints) -> tuple[Array, Array]:
