@@ -1,10 +1,12 @@
 """For all tests: one thread, so that measured bytes do not depend on the machine's cores; property tests have no
 deadline, because a busy machine is not a failure; which tests keep together where several processes run them, and
-which have the machine to themselves; and the command line."""
+which have the machine to themselves; what earlier files left behind is not searched for garbage again and again; and
+the command line."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import sys
 import tempfile
@@ -66,6 +68,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         finally:  # by hand: a process that the test forked and left to a later one has these files as well
             fcntl.flock(room, fcntl.LOCK_UN)
             fcntl.flock(turn, fcntl.LOCK_UN)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> None:
+    """What is alive when a file begins (captured models, compiled code) mostly stays until the end: without this every
+    `gc.collect()` of a test, and every full collection, goes through all of it, for seconds late in a whole run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
