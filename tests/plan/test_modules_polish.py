@@ -42,7 +42,7 @@ def changes(one: ModuleDecisions, other: ModuleDecisions) -> list[tuple[str, str
 
 
 def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
-    own, costed = in_line((1,)), finder().costed
+    own, costed = in_line((1,)), finder().trials.costed
     found = [tuple(changes(own, other)) for other in neighbours(own, costed, 2, {}, {"zero1": True})]
     again = [((name, "recompute"),) for name in ("vision", "language", "generator")]
     grids = [((name, "replicas"), (name, "shards")) for name in ("vision", "generator")]
@@ -65,7 +65,7 @@ def test_everything_next_to_a_layout_differs_in_one_thing() -> None:
 
 def test_next_to_a_layout_replicas_divide_images_where_samples_have_several() -> None:
     """A microbatch of one sample with four images: four replicas of one shard each have one, but no sample."""
-    own, costed = in_line((1,)), finder().costed
+    own, costed = in_line((1,)), finder().trials.costed
 
     def grids(one: ModuleDecisions, **pins: object) -> set[tuple[int, int, bool]]:
         each = [(other, dict(other.modules)["vision"]) for other in neighbours(one, costed, 1, {"vision": 4.0}, pins)]
@@ -95,13 +95,15 @@ def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_to
     )  # fmt: skip
 
     def multiples(one: ModuleDecisions, samples: int, **pins: object) -> list[tuple[int, int, int]]:
-        grids = [(dict(each.modules)["vision"], each) for each in neighbours(one, finder().costed, samples, {}, pins)]
+        grids = [
+            (dict(each.modules)["vision"], each) for each in neighbours(one, finder().trials.costed, samples, {}, pins)
+        ]
         found = [(each.multiple_of("vision"), len(grid.replicas), len(grid.shards)) for grid, each in grids]
         return sorted({*found} - {(one.multiple_of("vision"), *map(len, (grids[0][0].replicas, grids[0][0].shards)))})
 
     assert multiples(own, 1) == [(2, 2, 1), (4, 2, 1)], "a unit for either lane, and no shards"
     assert multiples(own, 1, **{"vision.multiple": 1}) == multiples(own, 1, **{"vision.shards": (1, 1)}) == []
-    four = next(each for each in neighbours(own, finder().costed, 1, {}, {}) if each.multiple_of("vision") == 4)
+    four = next(each for each in neighbours(own, finder().trials.costed, 1, {}, {}) if each.multiple_of("vision") == 4)
     assert (2, 2, 1) in multiples(four, 1) and (1, 2, 1) not in multiples(four, 1)
     assert {**four.words(())}["vision.multiple"] == "4" and "4 microbatches together" in four.text()
 
@@ -109,13 +111,13 @@ def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_to
 def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
     """From the worst cut with everything recomputed, as far as trying every cut, recomputation and grid goes."""
     search, known = finder(), dict[ModuleDecisions, Evaluated]()
-    start = search.simulate(in_line((1,), "full"), 0)
+    start = search.trials.simulate(in_line((1,), "full"), 0)
     assert start is not None
     todo = [replace(start.decisions, cuts=())]
     while todo:
         own = todo.pop()
-        for other in neighbours(own, search.costed, 2, {}, {}):
-            if other not in known and (made := search.simulate(other, 0)) is not None:
+        for other in neighbours(own, search.trials.costed, 2, {}, {}):
+            if other not in known and (made := search.trials.simulate(other, 0)) is not None:
                 known[other] = made
                 todo.append(other)
     assert len(known) >= 32, "two recomputations of three modules, two grids of two"
@@ -127,18 +129,18 @@ def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
 def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
     search = finder(2)
     search.simulate_all(search.short_list(1e12), None)
-    ranked = sorted(search.fitting, key=lambda one: one.rank)
+    ranked = sorted(search.trials.fitting, key=lambda one: one.rank)
     too_large = {one.decisions.text() for one in ranked[:refused] if isinstance(one.decisions, ModuleDecisions)}
-    real = search.simulate
+    real = search.trials.simulate
 
     def simulate(decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
         return None if batch == 1 and decisions.text() in too_large else real(decisions, batch, keep)
 
-    monkeypatch.setattr(search, "simulate", simulate)
+    monkeypatch.setattr(search.trials, "simulate", simulate)
     search.settle()
-    left = [one.decisions.text() for one in search.fitting if isinstance(one.decisions, ModuleDecisions)]
+    left = [one.decisions.text() for one in search.trials.fitting if isinstance(one.decisions, ModuleDecisions)]
     if refused > len(ranked):
         assert not left, "nothing fits"
         return
     assert len(search.step_s) >= BEST and not too_large & {*left[:BEST]}
-    assert search.step_s[id(search.fitting[0])] == min(search.step_s.values())
+    assert search.step_s[id(search.trials.fitting[0])] == min(search.step_s.values())

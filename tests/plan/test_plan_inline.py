@@ -100,7 +100,7 @@ def monolithic(
             common: dict[str, Any] = {"microbatches": count, "zero1": True}
             own: dict[str, Any] = {"replicas": (1,) * each, "shards": (1,) * shards, "recompute": (again,)}
             modules, first = [], 0
-            for costed in finder.costed:
+            for costed in finder.trials.costed:
                 language = costed.profile.name == "language"
                 size = (several if language else ends // 2) * each * shards
                 lies: dict[str, Any] = {"devices": tuple(range(first, first + size))}
@@ -133,9 +133,11 @@ def test_no_monolithic_layout_on_a_small_cluster_is_faster_in_the_simulator(
     finder = _Finder(Workbench(model, cluster), JOB, {}, samples, dealt)
     for one in monolithic(finder, 4, *grids):
         if "language.shards" not in pins or not one.is_sharded:
-            finder.simulate(one, 0)
-    assert len(finder.fitting) >= 10 and {one.decisions.words(())["modules"] for one in finder.fitting} >= {"inline"}
-    best = min(finder.fitting, key=lambda one: one.step_s)
+            finder.trials.simulate(one, 0)
+    assert len(finder.trials.fitting) >= 10 and {
+        one.decisions.words(())["modules"] for one in finder.trials.fitting
+    } >= {"inline"}
+    best = min(finder.trials.fitting, key=lambda one: one.step_s)
     plan = make_plan(model, cluster, JOB, pins, samples=samples)
     assert plan.prediction is not None and plan.prediction.step_s <= best.step_s * (1 + 1e-9)
 

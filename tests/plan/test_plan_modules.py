@@ -93,15 +93,15 @@ def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
         ["schedule=1f1b", "modules=disjoint", *(f"{module.name}.recompute=none" for module in model.modules)]
     )
     finder = _Finder(Workbench(model, cluster), JOB, pins, skewed_samples(8, 1), dealt)
-    for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.costed))):
+    for count, grids in itertools.product((1, 2, 4, 8), itertools.product(*map(layouts, finder.trials.costed))):
         fits = sum(grid.devices for grid in grids) <= 4 and all(grid.replicas <= 8 // count for grid in grids)
         if fits and all(grid.shards == 1 for grid in grids):
             decisions = finder.decisions(Arrangement(microbatches=count, modules=grids, step_s=0.0))
             assert decisions is not None
-            finder.simulate(decisions, 0)
-    every = min(one.step_s for one in finder.fitting)
-    assert len(finder.fitting) > 20
-    plan = make_plan(model, cluster, JOB, pins, samples=finder.samples)
+            finder.trials.simulate(decisions, 0)
+    every = min(one.step_s for one in finder.trials.fitting)
+    assert len(finder.trials.fitting) > 20
+    plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
     assert plan.prediction is not None and plan.prediction.step_s <= every * (1 + 1e-9)
 
 

@@ -138,7 +138,7 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
     shards = [f"{module.name}.shards=1" for module in model.modules]
     pins = parse_pins(["modules=shared", *whole, *shards])
     finder = _Finder(Workbench(model, cluster), JOB, pins, skewed_samples(8, 1), dealt)
-    for count, grid in itertools.product((1, 2, 4, 8), layouts(finder.costed[1])):
+    for count, grid in itertools.product((1, 2, 4, 8), layouts(finder.trials.costed[1])):
         lane = grid.replicas
         if grid.devices > 4 or lane > 8 // count or grid.stages > count:
             continue
@@ -150,11 +150,11 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
         decisions = finder.decisions(arrangement)
         assert decisions is not None
         for one in finder.orders(decisions, (*BESIDE, *BESIDE_OTHERS)):
-            finder.simulate(one, 0)
-    assert len(finder.fitting) > 20
-    plan = make_plan(model, cluster, JOB, pins, samples=finder.samples)
+            finder.trials.simulate(one, 0)
+    assert len(finder.trials.fitting) > 20
+    plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
     assert plan.prediction is not None
-    assert plan.prediction.step_s <= min(one.step_s for one in finder.fitting) * (1 + 1e-9)
+    assert plan.prediction.step_s <= min(one.step_s for one in finder.trials.fitting) * (1 + 1e-9)
 
 
 def test_all_placements_are_scored_and_told() -> None:

@@ -1,7 +1,6 @@
 """The best plans of a model of several modules: layouts by the closed form, then the simulator on sampled batches.
 
-Every layout of the short list is made a plan on devices of its own for each module, the samples of a batch are
-arranged for it, and the step is simulated with the costs of that very arrangement, as ragged as it is. The most
+Every layout of the short list is made a plan on devices of its own for each module and tried (`trials.py`). The most
 promising ones are simulated on all sampled batches and with the orders of other schedule families; the mean over the
 batches decides (Entrain, arXiv 2605.27918: one plan for whole batches is enough).
 """
@@ -17,23 +16,21 @@ from typing import Any
 import numpy as np
 
 from pipefit.cluster.topology import device_count
-from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.build import Workbench
 from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate
 from pipefit.plan.modules.asked import check_asked, inline_asked, sharing_asked
-from pipefit.plan.modules.costing import Costed, Costing, passes
+from pipefit.plan.modules.costing import Costed, passes
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, backbone_of, can_share, orchestrate
-from pipefit.plan.modules.parts import host_order, module_parts, within_hosts
+from pipefit.plan.modules.parts import host_order, within_hosts
 from pipefit.plan.modules.polish import neighbours, polished
 from pipefit.plan.modules.samples import Arrange, Samples
 from pipefit.plan.modules.told import placements_told, shares_told
-from pipefit.plan.outcome import Evaluated, Found, Misfit
-from pipefit.plan.structure import FormsError
-from pipefit.plan.types import Arranging, Job, SampleLoad
-from pipefit.units import format_bytes, format_seconds
+from pipefit.plan.modules.trials import Trials, best_of_each, busiest_s, plain
+from pipefit.plan.outcome import Evaluated, Found
+from pipefit.plan.types import Arranging, Job
+from pipefit.units import format_seconds
 
 SHORT, ACTIONS = 60, 120_000
 """Layouts that are simulated: at most so many, fewer when their actions come to so many."""
@@ -43,10 +40,7 @@ EACH = 12
 
 ORDERED, BEST, TRIED = 12, 4, 24
 """Layouts that are simulated with the orders of OTHERS as well; plans that fit on every sampled batch; those that are
-tried for these, or as many as it takes to find one. Of plans whose modules have devices of their own, and of others, at
-least FEW of them."""
-
-FEW = 2
+tried for these, or as many as it takes to find one."""
 
 TIGHTER, SPARE, MISSES = 6, 0.02, 20
 """How often the short list is made again with more memory kept free because nothing of it fits, the least part of the
@@ -84,24 +78,20 @@ def modules_found(
     check_asked(bench.model, job, pins, samples)
     finder = _Finder(bench, job, pins, samples, arrange)
     finder.look(progress)
-    if not finder.fitting:
-        raise finder.nothing()
+    if not finder.trials.fitting:
+        raise finder.trials.nothing(pinned=bool(pins))
     return finder.result()
 
 
 class _Finder:
     def __init__(self, bench: Workbench, job: Job, pins: Mapping[str, Any], samples: Samples, arrange: Arrange) -> None:
-        self.bench, self.job, self.pins, self.samples, self.arrange = bench, job, pins, samples, arrange
-        self.fitting: list[Evaluated] = []
-        self.misfits: list[Misfit] = []
-        self.arranging: dict[tuple[tuple[str, Decisions], ...], Arranging] = {}
+        own = {module.name: _of(pins, module.name) for module in bench.model.modules}
+        self.bench, self.job, self.pins = bench, job, pins
+        self.trials = Trials(bench, job, own, samples, arrange)
         self.step_s: dict[int, float] = {}
         "Mean over the sampled batches, by the identity of what was simulated on all of them."
-        self.simulated = self.combined = self.considered = 0
+        self.combined = self.considered = 0
         self.closed_s = float("inf")
-        own = {name: self._of(name) for name in [module.name for module in bench.model.modules]}
-        costing = Costing(bench.programs, bench.network, bench.layers, job, samples)
-        self.costed = [costing.profile(module, own[module.name]) for module in bench.model.modules]
         self.fixed = {
             name: {key: len(value) if key == "replicas" else value for key, value in each.items() if key in FIXED}
             for name, each in own.items()
@@ -109,7 +99,7 @@ class _Finder:
         each = {module.name: samples.images_each(module.space) for module in bench.model.modules}
         self.images = {name: count for name, count in each.items() if count}
         "Of modules whose samples' images are known, how many an average sample has."
-        profiles = [one.profile for one in self.costed]
+        profiles = [one.profile for one in self.trials.costed]
         self.backbone = profiles[backbone_of(profiles)].name
         able = can_share(profiles)
         self.inline = inline_asked(pins, list(own), able)
@@ -117,60 +107,48 @@ class _Finder:
         alone = "inline" in pins.values()
         self.sharing = [] if alone else sharing_asked(pins, list(own), able)
 
-    def _of(self, module: str) -> dict[str, Any]:
-        """The pins of one module."""
-        return {key.partition(".")[2]: value for key, value in self.pins.items() if key.startswith(f"{module}.")}
-
     def look(self, progress: Any) -> None:
         """Simulate the short list, with more memory kept free as long as nothing of it fits; then the best of it in
         other orders, and on every batch."""
         limit = min(float(kind.memory_bytes) for kind in self.bench.network.kinds)
         spare = 0.0
         for _ in range(TIGHTER):
-            known = len(self.misfits)
+            known = len(self.trials.misfits)
             self.simulate_all(self.short_list(limit - spare), progress)
-            lacking = [one.peak_bytes - one.limit_bytes for one in self.misfits[known:]]
-            if self.fitting or not lacking:
+            lacking = [one.peak_bytes - one.limit_bytes for one in self.trials.misfits[known:]]
+            if self.trials.fitting or not lacking:
                 break
             spare = max(2 * spare, min(lacking), SPARE * limit)
         self.reorder()
-        for start in self.best_of_each(self.fitting, 1):
+        for start in best_of_each(self.trials.fitting, 1):
             polished(start, self.around)
         self.settle()
 
     def around(self, one: Evaluated) -> list[Evaluated]:
         """What differs from it in one thing, as far as it fits; nothing where its actions come to too many."""
-        decisions = _plain(one)
+        decisions = plain(one)
         if 2 * decisions.lanes * decisions.microbatches > AROUND:
             return []
-        others = neighbours(decisions, self.costed, self.job.batch // decisions.microbatches, self.images, self.pins)
-        return [made for other in others if (made := self.simulate(other, 0)) is not None]
+        samples = self.job.batch // decisions.microbatches
+        others = neighbours(decisions, self.trials.costed, samples, self.images, self.pins)
+        return [made for other in others if (made := self.trials.simulate(other, 0)) is not None]
 
     def reorder(self) -> None:
         """Simulate the best layouts in other orders, too, and of those without guests all whose busiest lane has less
         to do than the best step takes, the least busy first, until their actions come to ACTIONS."""
-        known = list(self.fitting)
-        best = {id(one): one for one in self.best_of_each(known, ORDERED)}
-        plain = [one for one in known if not _plain(one).guests]
-        rest = sorted((one for one in plain if id(one) not in best), key=_busiest_s)
+        known = list(self.trials.fitting)
+        best = {id(one): one for one in best_of_each(known, ORDERED)}
+        alone = [one for one in known if not plain(one).guests]
+        rest = sorted((one for one in alone if id(one) not in best), key=busiest_s)
         actions = 0
         for one in (*best.values(), *rest):
-            fastest_s = min(each.step_s for each in self.fitting)
-            if id(one) not in best and (_busiest_s(one) >= fastest_s or actions > ACTIONS):
+            fastest_s = min(each.step_s for each in self.trials.fitting)
+            if id(one) not in best and (busiest_s(one) >= fastest_s or actions > ACTIONS):
                 break
-            others = self.others(_plain(one))
+            others = self.others(plain(one))
             actions += 2 * one.decisions.lanes * one.decisions.microbatches * len(others)
             for other in others:
-                self.simulate(other, 0)
-
-    def best_of_each(self, some: Sequence[Evaluated], count: int) -> list[Evaluated]:
-        """The fastest of them, FEW at least of each way of placing modules: with guests, in line, or neither."""
-        ranked = sorted(some, key=lambda one: one.rank)
-        few: dict[tuple[bool, bool], list[Evaluated]] = {}
-        for one in ranked:
-            few.setdefault((bool(_plain(one).guests), bool(_plain(one).inline)), []).append(one)
-        chosen = {id(one) for one in (*ranked[:count], *(one for each in few.values() for one in each[:FEW]))}
-        return [one for one in ranked if id(one) in chosen]
+                self.trials.simulate(other, 0)
 
     def others(self, decisions: ModuleDecisions) -> list[ModuleDecisions]:
         """The same layout in other orders, as far as none is pinned."""
@@ -191,11 +169,11 @@ class _Finder:
         count = device_count(self.bench.cluster)
         asked: dict[str, Any] = {
             "counts": [self.pins["microbatches"]] if "microbatches" in self.pins else None,
-            "passes": [passes(one, two) for one, two in pairwise(self.costed)],
+            "passes": [passes(one, two) for one, two in pairwise(self.trials.costed)],
             "fixed": self.fixed,
         }
         given = (
-            [one.profile for one in self.costed],
+            [one.profile for one in self.trials.costed],
             min(self.pins.get("devices", count), count),
             self.job.batch,
             limit_bytes,
@@ -220,14 +198,14 @@ class _Finder:
         actions, misses = 0, 0
         for place, layout in enumerate(layouts):
             decisions = self.decisions(layout)
-            if decisions is None or actions > ACTIONS or (misses >= MISSES and not self.fitting):
+            if decisions is None or actions > ACTIONS or (misses >= MISSES and not self.trials.fitting):
                 continue
             actions += 2 * (decisions.lanes + len(decisions.guests)) * decisions.microbatches
             tried = self.orders(decisions, BESIDE) if decisions.guests else [decisions]
-            misses += not any(self.simulate(one, 0) is not None for one in tried)
+            misses += not any(self.trials.simulate(one, 0) is not None for one in tried)
             if progress is not None:
-                best_s = min((one.step_s for one in self.fitting), default=None)
-                progress(len(layouts) - place - 1, self.simulated, best_s)
+                best_s = min((one.step_s for one in self.trials.fitting), default=None)
+                progress(len(layouts) - place - 1, self.trials.simulated, best_s)
 
     def settle(self) -> None:
         """The order of the best that fit on all sampled batches, by their mean over these, their microbatches put in
@@ -235,56 +213,20 @@ class _Finder:
         settled: list[Evaluated] = []
         tried = set[int]()
         while len(settled) < BEST and (len(tried) < TRIED or not settled):
-            left = self.best_of_each([one for one in self.fitting if id(one) not in tried], BEST - len(settled))
+            left = best_of_each([one for one in self.trials.fitting if id(one) not in tried], BEST - len(settled))
             if not left:
                 break
             for one in left:
                 tried.add(id(one))
-                made = [self.simulate(_plain(one), batch, keep=False) for batch in range(self.samples.batches)]
+                batches = range(self.trials.samples.batches)
+                made = [self.trials.simulate(plain(one), batch, keep=False) for batch in batches]
                 whole = [each for each in made if each is not None]
                 if len(whole) == len(made):
                     self.step_s[id(whole[0])] = float(np.mean([each.step_s for each in whole]))
                     settled.append(whole[0])
-        rest = [one for one in self.fitting if id(one) not in tried]
+        rest = [one for one in self.trials.fitting if id(one) not in tried]
         settled.sort(key=lambda one: (self.step_s[id(one)], one.rank))
-        self.fitting = [*settled, *sorted(rest, key=lambda one: one.rank)]
-
-    def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
-        """One plan on one sampled batch; None where it does not fit or cannot be made. What is to be kept is looked at
-        in passing: samples are balanced, but microbatches stay in the order that this gives."""
-        arranging = self.loads(decisions)
-        looking = replace(arranging, order=False) if keep else arranging
-        order = self.arrange(self.samples, batch, looking, decisions.shares_of_stages, decisions.microbatches)
-        names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
-        spaces = [self.samples.space(name, self.job, batch, order) for name in names]
-        try:
-            parts = module_parts(self.bench.model, self.bench.programs, self.job, decisions, spaces)
-            made = evaluate(self.bench, decisions, parts)
-        except (FormsError, ScheduleError):
-            return None
-        self.simulated += 1
-        self.arranging[decisions.modules] = arranging
-        if made.simulation.fits:
-            if keep:
-                self.fitting.append(made)
-            return made
-        self.misfits.append(Misfit(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
-        return None
-
-    def loads(self, decisions: ModuleDecisions) -> Arranging:
-        """What samples cost on every stage: the module's load, by the stage's part of its layers' time. Where
-        lanes have several stages, microbatches stay as they are: with guests lanes are ordered for the times of this
-        very order."""
-        loads: list[SampleLoad] = []
-        for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
-            index, way = next((i, way) for i, way in enumerate(costed.ways) if way.is_of(own))
-            seconds = costed.profile.ways[index].sample_s
-            whole = float(seconds.sum()) or 1.0
-            for start, stop in pairwise((0, *own.cuts, len(seconds))):
-                part = float(seconds[start:stop].sum()) / whole
-                scaled = {name: getattr(way.load, name) * part for name in ("row_s", "token_s", "square_s")}
-                loads += [replace(way.load, **scaled)] * decisions.copies(name)
-        return Arranging(loads=tuple(loads), order=not decisions.placed)
+        self.trials.fitting = [*settled, *sorted(rest, key=lambda one: one.rank)]
 
     def decisions(self, arrangement: Arrangement) -> ModuleDecisions | None:
         """The choices that a layout stands for; None where its shard groups do not fit into the hosts."""
@@ -301,7 +243,7 @@ class _Finder:
         }
         modules = tuple(
             (layout.module, Decisions(**_own(layout, costed), devices=placed.get(layout.module, ()), **common))
-            for layout, costed in zip(arrangement.modules, self.costed, strict=True)
+            for layout, costed in zip(arrangement.modules, self.trials.costed, strict=True)
         )
         guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
         multiples = tuple((layout.module, layout.multiple) for layout in arrangement.modules if layout.multiple > 1)
@@ -313,86 +255,48 @@ class _Finder:
         return made if within_hosts(made, hosts) else None
 
     def result(self) -> ModulesFound:
-        best = self.fitting[0]
+        fitting, samples = self.trials.fitting, self.trials.samples
+        best = fitting[0]
         mean_s = self.step_s.get(id(best), best.step_s)
-        told_apart = {_told(one): one for one in reversed(self.fitting)}
-        distinct = [one for one in self.fitting if told_apart[_told(one)] is one]
-        first = {_plain(one).placed: one for one in reversed(distinct)}
+        told_apart = {_told(one): one for one in reversed(fitting)}
+        distinct = [one for one in fitting if told_apart[_told(one)] is one]
+        first = {plain(one).placed: one for one in reversed(distinct)}
         others = sorted((one for one in first.values() if one is not best), key=lambda one: one.rank)
         known = {id(best), *map(id, others)}
         found = Found(
             fitting=(best, *others, *(one for one in distinct if id(one) not in known)),
-            misfits=tuple(sorted(self.misfits, key=lambda misfit: misfit.bound_s)),
-            unfit=len(self.misfits),
-            lower_bound_s=self.work_bound_s(),
+            misfits=tuple(sorted(self.trials.misfits, key=lambda misfit: misfit.bound_s)),
+            unfit=len(self.trials.misfits),
+            lower_bound_s=self.trials.work_bound_s(),
             open_bound_s=float("inf"),
             considered=self.considered,
-            simulated=self.simulated,
+            simulated=self.trials.simulated,
         )
         notes = (
-            self.samples.note,
+            samples.note,
             f"modules: {shares_told(best)}",
-            *(f"modules: {each}" for each in placements_told(self.fitting, self.choices(), self.backbone, self.step_s)),
+            *(f"modules: {each}" for each in placements_told(fitting, self.choices(), self.backbone, self.step_s)),
             f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
             f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices",
             f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
-            f"all {self.samples.batches} of them; the closed form says {format_seconds(self.closed_s)} at best",
+            f"all {samples.batches} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )
         assert isinstance(best.decisions, ModuleDecisions)
-        return ModulesFound(found=found, arranging=self.arranging[best.decisions.modules], notes=notes)
+        return ModulesFound(found=found, arranging=self.trials.arranging[best.decisions.modules], notes=notes)
 
     def choices(self) -> list[Mapping[str, str]]:
         """What was looked at: of every choice the modules on shared devices, each with its word."""
         found: list[Mapping[str, str]] = [dict.fromkeys(guests, "shared") for guests in self.sharing]
-        names = [one.profile.name for one in self.costed if one.profile.name != self.backbone]
+        names = [one.profile.name for one in self.trials.costed if one.profile.name != self.backbone]
         return [*found, dict.fromkeys(names, "inline")] if self.inline else found
-
-    def work_bound_s(self) -> float:
-        """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
-        way, evenly over all devices; or what one microbatch takes on its way whatever it holds."""
-        total_s = 0.0
-        for costed in self.costed:
-            profile = costed.profile
-            samples = float(profile.weights[0].sum()) if profile.weights.size else float(self.job.batch)
-            total_s += samples * min(way.shards * float(way.sample_s.sum()) for way in profile.ways)
-        fixed_s = sum(min(float(way.fixed_s.sum()) for way in one.profile.ways) for one in self.costed)
-        return max(total_s / self.bench.network.devices, fixed_s)
-
-    def nothing(self) -> PlanError:
-        """The error for a search that found nothing."""
-        if not self.misfits:
-            devices = self.bench.network.devices
-            return DoesNotFitError(
-                "No layout of the modules fits: by the closed form every one needs more memory or devices.",
-                where=", ".join(module.name for module in self.bench.model.modules),
-                seen=f"{devices} devices for {len(self.costed)} modules, batch {self.job.batch}",
-                allowed="every module on devices of its own, within their memory",
-                next_step="use more devices, or a smaller model" + (", or drop a --fix" if self.pins else ""),
-            )
-        closest = min(self.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
-        assert isinstance(closest.decisions, ModuleDecisions)
-        missing = format_bytes(closest.peak_bytes - closest.limit_bytes)
-        return DoesNotFitError(
-            f"No plan fits: at least {missing} are missing on each device of lane {closest.lane} in the closest one.",
-            where=closest.decisions.text(),
-            seen=f"{format_bytes(closest.peak_bytes)} needed",
-            allowed=f"{format_bytes(closest.limit_bytes)} of memory",
-            next_step="use more devices, devices with more memory, or a smaller batch",
-        )
 
 
 FIXED = ("replicas", "stages", "devices", "multiple")
 
 
-def _plain(one: Evaluated) -> ModuleDecisions:
-    """The choices of what was simulated."""
-    assert isinstance(one.decisions, ModuleDecisions)
-    return replace(one.decisions, cuts=())
-
-
-def _busiest_s(one: Evaluated) -> float:
-    """What the busiest lane has to do, in whatever order."""
-    return float(max(one.simulation.timeline.busy_s))
+def _of(pins: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """The pins of one module."""
+    return {key.partition(".")[2]: value for key, value in pins.items() if key.startswith(f"{module}.")}
 
 
 def _told(one: Evaluated) -> tuple[object, ...]:

@@ -1,0 +1,135 @@
+"""Candidates with several modules, tried one by one on sampled batches: what fits, what does not, and by how much.
+
+The samples of a batch are arranged for the candidate, and its step is simulated with the costs of that very
+arrangement, as ragged as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
+from pipefit.plan.build import Workbench
+from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate import evaluate
+from pipefit.plan.modules.costing import Costed, Costing
+from pipefit.plan.modules.decisions import ModuleDecisions
+from pipefit.plan.modules.parts import module_parts
+from pipefit.plan.modules.samples import Arrange, Samples
+from pipefit.plan.outcome import Evaluated, Misfit
+from pipefit.plan.structure import FormsError
+from pipefit.plan.types import Arranging, Job, SampleLoad
+from pipefit.units import format_bytes
+
+FEW = 2
+"""Of plans whose modules have devices of their own, of those with guests, and of those in line, so many at least are
+among the best."""
+
+
+class Trials:
+    """What was tried of one model and job; `own`: the pins of every module."""
+
+    def __init__(
+        self, bench: Workbench, job: Job, own: Mapping[str, Mapping[str, Any]], samples: Samples, arrange: Arrange
+    ) -> None:
+        self.bench, self.job, self.samples, self.arrange = bench, job, samples, arrange
+        costing = Costing(bench.programs, bench.network, bench.layers, job, samples)
+        self.costed: list[Costed] = [costing.profile(module, own[module.name]) for module in bench.model.modules]
+        self.fitting: list[Evaluated] = []
+        self.misfits: list[Misfit] = []
+        self.arranging: dict[tuple[tuple[str, Decisions], ...], Arranging] = {}
+        self.simulated = 0
+
+    def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
+        """One plan on one sampled batch; None where it does not fit or cannot be made. What is to be kept is looked at
+        in passing: samples are balanced, but microbatches stay in the order that this gives."""
+        arranging = self.loads(decisions)
+        looking = replace(arranging, order=False) if keep else arranging
+        order = self.arrange(self.samples, batch, looking, decisions.shares_of_stages, decisions.microbatches)
+        names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
+        spaces = [self.samples.space(name, self.job, batch, order) for name in names]
+        try:
+            parts = module_parts(self.bench.model, self.bench.programs, self.job, decisions, spaces)
+            made = evaluate(self.bench, decisions, parts)
+        except (FormsError, ScheduleError):
+            return None
+        self.simulated += 1
+        self.arranging[decisions.modules] = arranging
+        if made.simulation.fits:
+            if keep:
+                self.fitting.append(made)
+            return made
+        self.misfits.append(Misfit(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
+        return None
+
+    def loads(self, decisions: ModuleDecisions) -> Arranging:
+        """What samples cost on every stage: the module's load, by the stage's part of its layers' time. Where
+        lanes have several stages, microbatches stay as they are: with guests lanes are ordered for the times of this
+        very order."""
+        loads: list[SampleLoad] = []
+        for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
+            index, way = next((i, way) for i, way in enumerate(costed.ways) if way.is_of(own))
+            seconds = costed.profile.ways[index].sample_s
+            whole = float(seconds.sum()) or 1.0
+            for start, stop in pairwise((0, *own.cuts, len(seconds))):
+                part = float(seconds[start:stop].sum()) / whole
+                scaled = {name: getattr(way.load, name) * part for name in ("row_s", "token_s", "square_s")}
+                loads += [replace(way.load, **scaled)] * decisions.copies(name)
+        return Arranging(loads=tuple(loads), order=not decisions.placed)
+
+    def work_bound_s(self) -> float:
+        """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
+        way, evenly over all devices; or what one microbatch takes on its way whatever it holds."""
+        total_s = 0.0
+        for costed in self.costed:
+            profile = costed.profile
+            samples = float(profile.weights[0].sum()) if profile.weights.size else float(self.job.batch)
+            total_s += samples * min(way.shards * float(way.sample_s.sum()) for way in profile.ways)
+        fixed_s = sum(min(float(way.fixed_s.sum()) for way in one.profile.ways) for one in self.costed)
+        return max(total_s / self.bench.network.devices, fixed_s)
+
+    def nothing(self, pinned: bool) -> PlanError:
+        """The error for a search that found nothing, under pins or none."""
+        if not self.misfits:
+            devices = self.bench.network.devices
+            return DoesNotFitError(
+                "No layout of the modules fits: by the closed form every one needs more memory or devices.",
+                where=", ".join(module.name for module in self.bench.model.modules),
+                seen=f"{devices} devices for {len(self.costed)} modules, batch {self.job.batch}",
+                allowed="every module on devices of its own, within their memory",
+                next_step="use more devices, or a smaller model" + (", or drop a --fix" if pinned else ""),
+            )
+        closest = min(self.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
+        assert isinstance(closest.decisions, ModuleDecisions)
+        missing = format_bytes(closest.peak_bytes - closest.limit_bytes)
+        return DoesNotFitError(
+            f"No plan fits: at least {missing} are missing on each device of lane {closest.lane} in the closest one.",
+            where=closest.decisions.text(),
+            seen=f"{format_bytes(closest.peak_bytes)} needed",
+            allowed=f"{format_bytes(closest.limit_bytes)} of memory",
+            next_step="use more devices, devices with more memory, or a smaller batch",
+        )
+
+
+def best_of_each(some: Sequence[Evaluated], count: int) -> list[Evaluated]:
+    """The fastest of them, FEW at least of each way of placing modules: with guests, in line, or neither."""
+    ranked = sorted(some, key=lambda one: one.rank)
+    few: dict[tuple[bool, bool], list[Evaluated]] = {}
+    for one in ranked:
+        few.setdefault((bool(plain(one).guests), bool(plain(one).inline)), []).append(one)
+    chosen = {id(one) for one in (*ranked[:count], *(one for each in few.values() for one in each[:FEW]))}
+    return [one for one in ranked if id(one) in chosen]
+
+
+def plain(one: Evaluated) -> ModuleDecisions:
+    """The choices of what was simulated."""
+    assert isinstance(one.decisions, ModuleDecisions)
+    return replace(one.decisions, cuts=())
+
+
+def busiest_s(one: Evaluated) -> float:
+    """What the busiest lane has to do, in whatever order."""
+    return float(max(one.simulation.timeline.busy_s))
