@@ -38,14 +38,12 @@ MODULES_INSIDE, MODULES_BETWEEN = 40e6, 27e6
 MODULES_KNEE = 8.0
 """Tokens at which their rate is half of the peak."""
 
-ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.2e9, 1e6
+ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.4e9, 4e6
 """Of a host whose devices' links are slow beside what they compute, as PCIe is beside NVLink."""
 
-ONE_HOST_EFFICIENCY = 0.95
-"""What its data sheet says of its layers: many tokens, far beyond the knee."""
-
-MANY = 10e6
-"""Of the hosts with 32 devices for the arrangement of samples."""
+MANY_FLOPS, MANY = 0.1e9, 10e6
+"""Of 32 devices for the arrangement of samples, and between their hosts: slow enough that two cores do the real work
+of all of them within a small part of the time."""
 
 RATES = (3e6, 6e6, 12e6, 18e6)
 SLOW_PORT = 2e6
@@ -119,7 +117,7 @@ def clusters() -> dict[str, LabFile]:
         "modules": modules(),
         "one-host": one_host(),
         "many": early(lab("many", ["fast"] * 4, [[MANY * (a != b) for b in range(4)] for a in range(4)],
-                          {"fast": MODULES_FLOPS}, devices=8), MODULES_KNEE),
+                          {"fast": MANY_FLOPS}, devices=8), MODULES_KNEE),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
         "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip
@@ -144,8 +142,7 @@ def one_host() -> LabFile:
     """Eight devices alike in one host."""
     made = lab("one-host", ["fast"], [[0.0]], {"fast": ONE_HOST_FLOPS}, devices=8)
     links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=ONE_HOST_INSIDE)}
-    kinds = {name: replace(kind, efficiency=ONE_HOST_EFFICIENCY) for name, kind in made.cluster.kinds.items()}
-    return early(replace(made, cluster=replace(made.cluster, links=links, kinds=kinds)), MODULES_KNEE)
+    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE)
 
 
 def islands() -> LabFile:

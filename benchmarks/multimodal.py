@@ -13,11 +13,10 @@ Sections, each of which can be measured again by `--only` beside the others of a
   (needs torch), simulated, on costs from data sheets.
 - `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
 - `lab`: plans of a small model really run beside monolithic layouts (multimodal_lab.py; needs root).
-- `few-samples`: a plan and the best monolithic layout where there are fewer samples than devices, and small modules are
-  inefficient over shards, simulated; `few-samples-lab`: really run.
+- `few-samples`: likewise, where there are fewer samples than devices, and small modules are inefficient over shards.
 - `arranging-lab`: one layout really run with its samples in random order, balanced, ordered, and both.
 
-    python benchmarks/multimodal.py [--quick] [--only SECTION] [--case NAME] [--json PATH]
+    python benchmarks/multimodal.py [--quick] [--only SECTION] [--case NAME] [--cluster FILE] [--json PATH]
 """
 
 from __future__ import annotations
@@ -98,13 +97,17 @@ def main() -> int:
         "--case", action="append", default=[],
         help="of labs, these alone, as `0.5 trained`; others stay in the result, which says of each when it was made",
     )  # fmt: skip
+    parser.add_argument(
+        "--cluster",
+        help="of one lab, what `pipefit profile` found of it: read where the file is there, else profiled and kept",
+    )
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     known: dict[str, Any] = {}
     if arguments.only and arguments.json and Path(arguments.json).is_file():
         known = json.loads(Path(arguments.json).read_text(encoding="utf-8"))
     for name in ("closed",) if arguments.quick else (arguments.only or SECTIONS):
-        cases = name in ("lab", "few-samples-lab")
+        cases = name in ("lab", "few-samples")
         before = known.get(name, {"rows": []}) if arguments.case and cases else {"rows": []}
         rows = [{"provenance": before["provenance"], **row} for row in before["rows"]]
         for row in SECTIONS[name](arguments):
@@ -155,33 +158,28 @@ def lab(arguments: argparse.Namespace) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    yield from _cases(multimodal_lab.MANY_SAMPLES, multimodal_lab.CASES, arguments)
+    yield from _cases(multimodal_lab.MANY_SAMPLES, arguments)
 
 
 def few_samples(arguments: argparse.Namespace) -> Rows:
-    """Fewer samples than devices, simulated."""
-    import multimodal_lab
-
-    for sigma, _ in multimodal_lab.FEW_CASES:
-        row = multimodal_lab.simulated_case(multimodal_lab.FEW_SAMPLES, sigma)
-        print(f"sigma {sigma}: {row['step_s']}, small modules {row['efficiency']}", flush=True)
-        yield row
-
-
-def few_samples_lab(arguments: argparse.Namespace) -> Rows:
     """Likewise, with fewer samples than devices."""
     import multimodal_lab
 
-    yield from _cases(multimodal_lab.FEW_SAMPLES, multimodal_lab.FEW_CASES, arguments)
+    yield from _cases(multimodal_lab.FEW_SAMPLES, arguments)
 
 
-def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse.Namespace) -> Rows:
+def _cases(setting: Any, arguments: argparse.Namespace) -> Rows:
     import multimodal_lab
+    from pipefit.cluster import load, save
 
-    cluster = setting.cluster()
-    for sigma, training in cases:
+    known = Path(arguments.cluster) if arguments.cluster else None
+    cluster = load(known) if known and known.is_file() else setting.cluster()
+    if known:
+        save(cluster, known)
+    for sigma, training in setting.cases:
         if not arguments.case or f"{sigma} {training}" in arguments.case:
-            row = multimodal_lab.case(setting, cluster, sigma, training) | {"provenance": provenance()}
+            row = multimodal_lab.case(setting, cluster, sigma, training)
+            row |= {"provenance": provenance(), "profiled": cluster.provenance.when}
             multimodal_lab.show(row)
             yield row
 
@@ -203,7 +201,6 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "arranging": arranging,
     "lab": lab,
     "few-samples": few_samples,
-    "few-samples-lab": few_samples_lab,
     "arranging-lab": arranging_lab,
 }
 

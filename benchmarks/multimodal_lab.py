@@ -10,8 +10,7 @@ known. Every plan trains on the samples of one index, step by step the same ones
   at least SHARDS shards, where small modules are inefficient. `BEST` of each are run.
 
 Few long samples (`FEW_SAMPLES`) are trained in the same way in a lab of one host whose links are slow beside what its
-devices compute: encoder and generator have an efficiency below 0.6 over two shards there. What the planner knows of it
-is its file, whose devices and links are what is emulated; nothing is profiled.
+devices compute: encoder and generator have an efficiency below 0.6 over two shards there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from lab_runs import CLUSTERS, Measured, lab_of, profiled, run_plans
+from lab_runs import Measured, lab_of, profiled, run_plans
 from multimodal_layouts import Layout, Monolithic, Rated
 from multimodal_model import (
     LONG,
@@ -41,7 +40,6 @@ from pipefit.cluster import Cluster
 from pipefit.data.multimodal.index import open_index
 from pipefit.data.multimodal.planning import arranged_samples, sampled
 from pipefit.data.multimodal.sample_rows import rows_of_index
-from pipefit.lab.lifecycle import Lab
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.samples import Samples
@@ -62,7 +60,10 @@ DRAWN = 10
 BATCHES = WARM + STEPS
 """Global batches that are drawn. Those of warm steps are not planned for."""
 
-PROFILE = {"tokens": 2 * SEQUENCE, "link_rounds": 1}
+PROFILE = {"sequence": SEQUENCE, "tokens": 2 * SEQUENCE, "link_rounds": 1}
+LONG_PROFILE = {"sequence": LONG // 4, "tokens": LONG // 4, "link_rounds": 1}
+"""Tokens of the longest sequence and of the largest microbatch on a device, for layers; rounds of links. Layers of long
+samples are measured up to a quarter of these: whole ones would take an hour."""
 
 CASES = (
     (0.5, "trained"),
@@ -93,25 +94,29 @@ class Setting:
     lab: str
     job: Job
     make: Callable[[Path, int, float], Path]
+    profile: Mapping[str, Any]
+    "What `pipefit profile` is asked for."
+    cases: tuple[tuple[float, str], ...]
+    "(sigma, way of training)."
     long: bool = False
 
     def model(self, training: str = "trained") -> Model:
         return lab_model(training, self.long)
 
     def cluster(self) -> Cluster:
-        """The lab's cluster as `pipefit profile` finds it, with the layers of the trained and of the frozen model; for
-        long samples, whose layers take long to profile, as its file has it, like a data sheet."""
-        if self.long:
-            return Lab.open(CLUSTERS / f"{self.lab}.json").file.cluster
+        """The lab's cluster as `pipefit profile` finds it, with the layers of the trained model and, where cases need
+        them, of the frozen one."""
+        frozen = [self.model("all but projector frozen")] if any("frozen" in case for _, case in self.cases) else []
         with lab_of(self.lab) as lab:
-            return profiled(lab, self.model(), SEQUENCE, also=[self.model("all but projector frozen")], **PROFILE)
+            return profiled(lab, self.model(), also=frozen, **self.profile)
 
 
-MANY_SAMPLES = Setting(LAB, JOB, make_samples)
-FEW_SAMPLES = Setting("one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, long=True)
+MANY_SAMPLES = Setting(LAB, JOB, make_samples, PROFILE, CASES)
+FEW_SAMPLES = Setting(
+    "one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, LONG_PROFILE,
+    ((0.5, "trained"), (1.0, "trained")), long=True,
+)  # fmt: skip
 """Half as many samples as devices: whoever divides samples needs shards."""
-
-FEW_CASES = ((0.5, "trained"), (1.0, "trained"))
 
 
 @contextmanager
@@ -150,29 +155,6 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
     }
 
 
-def simulated_case(setting: Setting, sigma: float) -> dict[str, Any]:
-    """Ours, ours with samples undivided, and the best monolithic layout, by the simulator, for the first batch."""
-    model, job, cluster = setting.model(), setting.job, setting.cluster()
-    with samples_of(sigma, job, setting.make) as (_, samples):
-        monolithic = Monolithic(model, cluster, job, samples)
-        best = min((one for one in monolithic.rated() if one.fits), key=lambda one: one.step_s)
-        whole = parse_pins(["vision.divide=samples", "generator.divide=samples"])
-        plans = {
-            name: make_plan(model, cluster, job, pins, samples=samples, arrange=arranged_samples)
-            for name, pins in (("ours", {}), ("samples", whole))
-        }
-        steps = {name: plan.prediction.step_s for name, plan in plans.items() if plan.prediction is not None}
-    return {
-        "sigma": sigma,
-        "batch": job.batch,
-        "devices": monolithic.bench.network.devices,
-        "efficiency": monolithic.efficiency(),
-        "shares": monolithic.shares(),
-        "step_s": {**steps, "monolithic": best.step_s},
-        "layouts": {**{name: dict(plan.decisions) for name, plan in plans.items()}, "monolithic": words(best.layout)},
-    }
-
-
 def ran(lab_name: str, plans: Mapping[str, Plan], model: Model, index: Path) -> dict[str, Measured]:
     """Every plan's run; one whose real work was late is run once more."""
     runs: dict[str, Measured] = {}
@@ -190,7 +172,7 @@ def arranged() -> dict[str, Any]:
     language model, each in eight replicas, whose microbatches have a sample for each of them."""
     model = arranging_model()
     with lab_of(MANY) as lab:
-        cluster = profiled(lab, model, SEQUENCE, **PROFILE)
+        cluster = profiled(lab, model, **PROFILE)
     with samples_of(ARRANGED_SIGMA, ARRANGED_JOB, make_arranged_samples) as (index, samples):
         each = {way: arranged_plans(cluster, model, samples, *how) for way, how in WAYS.items()}
         plans = {way: own[0] for way, own in each.items()}
