@@ -176,7 +176,7 @@ def _cases(setting: Any, arguments: argparse.Namespace) -> Rows:
     cluster = load(known) if known and known.is_file() else setting.cluster()
     if known:
         save(cluster, known)
-    for sigma, training in setting.cases:
+    for sigma, training in multimodal_lab.CASES:
         if not arguments.case or f"{sigma} {training}" in arguments.case:
             row = multimodal_lab.case(setting, cluster, sigma, training)
             row |= {"provenance": provenance(), "profiled": cluster.provenance.when}

@@ -96,26 +96,23 @@ class Setting:
     make: Callable[[Path, int, float], Path]
     profile: Mapping[str, Any]
     "What `pipefit profile` is asked for."
-    cases: tuple[tuple[float, str], ...]
-    "(sigma, way of training)."
+    also: tuple[str, ...] = ()
+    "Ways of training whose layers are profiled beside those of the trained model."
     long: bool = False
 
     def model(self, training: str = "trained") -> Model:
         return lab_model(training, self.long)
 
     def cluster(self) -> Cluster:
-        """The lab's cluster as `pipefit profile` finds it, with the layers of the trained model and, where cases need
-        them, of the frozen one."""
-        frozen = [self.model("all but projector frozen")] if any("frozen" in case for _, case in self.cases) else []
+        """The lab's cluster as `pipefit profile` finds it."""
         with lab_of(self.lab) as lab:
-            return profiled(lab, self.model(), also=frozen, **self.profile)
+            return profiled(lab, self.model(), also=[self.model(training) for training in self.also], **self.profile)
 
 
-MANY_SAMPLES = Setting(LAB, JOB, make_samples, PROFILE, CASES)
+MANY_SAMPLES = Setting(LAB, JOB, make_samples, PROFILE, also=("all but projector frozen",))
 FEW_SAMPLES = Setting(
-    "one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, LONG_PROFILE,
-    ((0.5, "trained"), (1.0, "trained")), long=True,
-)  # fmt: skip
+    "one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, LONG_PROFILE, long=True
+)
 """Half as many samples as devices: whoever divides samples needs shards."""
 
 
