@@ -45,6 +45,9 @@ MANY_FLOPS, MANY = 0.1e9, 10e6
 """Of 32 devices for the arrangement of samples, and between their hosts: slow enough that two cores do the real work
 of all of them within a small part of the time."""
 
+MANY_KNEE = 1.0
+"""An image has few tokens here and thousands elsewhere: what it takes is to be in proportion to them."""
+
 RATES = (3e6, 6e6, 12e6, 18e6)
 SLOW_PORT = 2e6
 """Of clusters that are drawn: around what each ordered pair of hosts has, and the port of host 1."""
@@ -117,7 +120,7 @@ def clusters() -> dict[str, LabFile]:
         "modules": modules(),
         "one-host": one_host(),
         "many": early(lab("many", ["fast"] * 4, [[MANY * (a != b) for b in range(4)] for a in range(4)],
-                          {"fast": MANY_FLOPS}, devices=8), MODULES_KNEE),
+                          {"fast": MANY_FLOPS}, devices=8), MANY_KNEE),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
         "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip

@@ -77,8 +77,9 @@ CASES = (
 
 ARRANGED_SIGMA = 1.0
 ARRANGED = (
-    "modules=disjoint", "vision.replicas=8", "vision.shards=1", "vision.recompute=none", "language.stages=3",
-    "language.replicas=8", "language.shards=1", "language.recompute=none", "microbatches=16", "schedule=1f1b",
+    "modules=disjoint", "vision.replicas=8", "vision.shards=1", "vision.recompute=none", "vision.divide=samples",
+    "language.stages=3", "language.replicas=8", "language.shards=1", "language.recompute=none", "microbatches=16",
+    "schedule=1f1b", "zero1=true",
 )  # fmt: skip
 ARRANGED_JOB = replace(JOB, batch=128)
 """The layout under which arrangements are compared: that of the first of the reference's settings."""
