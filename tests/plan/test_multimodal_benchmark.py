@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results.md"
 RESULT = ROOT / "benchmarks" / "results" / "multimodal.json"
 
 
@@ -57,7 +58,7 @@ def committed(section: str) -> list[dict[str, Any]]:
 
 def quoted(cells: list[str]) -> None:
     """A line of the page is made of these cells."""
-    lines = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    lines = RESULTS.read_text(encoding="utf-8").splitlines()
     assert "| " + " | ".join(cells) + " |" in lines, cells
 
 
@@ -83,17 +84,28 @@ def row_of_the_page(row: dict[str, Any]) -> list[str]:
 
 
 def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
-    for row in committed("few-samples"):
-        steps, small = row["step_s"], [row["efficiency"][name]["2"] for name in ("vision", "generator")]
-        share = row["shares"]["vision"] + row["shares"]["generator"]
-        quoted([
-            f"{row['sigma']}", f"{share:.3f}", f"{small[0]:.2f} and {small[1]:.2f}",
-            *(f"{steps[name]:.2f} s" for name in ("monolithic", "samples", "ours")),
-            f"{steps['monolithic'] / steps['ours']:.3f}",
-        ])  # fmt: skip
-        ours = row["layouts"]["ours"]
-        assert ours["vision.divide"] == ours["generator.divide"] == "images" and row["batch"] < row["devices"]
-        assert max(small) < 0.6 and steps["ours"] < 0.95 * min(steps["monolithic"], steps["samples"])
+    from multimodal_lab import GAIN
+
+    page = " ".join(RESULTS.read_text(encoding="utf-8").split())
+    rows = committed("few-samples")
+    for row in rows:
+        plans, ours = row["plans"], row["plans"]["ours"]
+        quoted(row_of_the_page(row))
+        assert ours["layout"]["vision.divide"] == ours["layout"]["generator.divide"] == "images"
+        assert ours["valid"] and plans["paper"]["valid"] and row["batch"] < row["devices"]
+        assert max(row["efficiency"][name]["2"] for name in ("vision", "generator")) < 0.6
+        assert all(abs(one["error"]) < 0.06 for one in plans.values() if one["valid"])
+        assert plans["paper"]["measured_s"] >= GAIN * ours["measured_s"]
+        assert min(one["measured_s"] for one in plans.values()) == ours["measured_s"]
+    first = rows[0]
+    shares, two = first["shares"], {name: one["2"] for name, one in first["efficiency"].items()}
+    share = shares["vision"] + shares["generator"]
+    small = share / sum(shares[name] / two[name] for name in ("vision", "generator"))
+    assert f"at {two['vision']:.2f} and {two['generator']:.2f} of what a device alone does" in page
+    assert f"{share:.1%} of the work" in page
+    gains = [row["plans"]["merged 1"]["measured_s"] / row["plans"]["ours"]["measured_s"] for row in rows]
+    assert f"and {gains[0]:.3f} and {gains[1]:.3f} times as fast as the best monolithic layout" in page
+    assert f"of the bound above, {most_gain(share, small, two['language']):.2f} is what can be had" in page
 
 
 def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> None:
@@ -121,7 +133,7 @@ def most_gain(share: float, small: float, large: float) -> float:
 
 
 def test_what_small_modules_can_gain_at_most_is_quoted() -> None:
-    page = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    page = " ".join(RESULTS.read_text(encoding="utf-8").split())
     assert f"that is {most_gain(0.11, 0.6, 1.0):.3f} for g = 1" in page and most_gain(0.11, 0.6, 0.85) < 1.073
     for small, large in ((0.52, 1.0), (0.49, 0.85)):
         assert most_gain(0.11, small + 0.005, large) < 1.1 < most_gain(0.11, small - 0.005, large)
@@ -135,7 +147,7 @@ def test_what_small_modules_can_gain_at_most_is_quoted() -> None:
 
 def test_dividing_devices_takes_what_is_told() -> None:
     slowest = max(committed("closed"), key=lambda row: float(row["planning_s"]))
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    page = RESULTS.read_text(encoding="utf-8")
     assert slowest["devices"] == 1296 and slowest["model"] == "MLLM-72B" and slowest["planning_s"] < 1.0
     assert f"at most {slowest['planning_s']:.2f} s" in page
     plans = committed("plans")
@@ -154,6 +166,15 @@ def test_arrangements_gain_what_was_asked_for_and_what_is_quoted() -> None:
     for row in committed("arranging"):
         assert all(row["gains"][way] >= least for way, least in TARGETS.items())
         quoted([f"{row['rows']} a microbatch", *(f"{row['gains'][way]:.2f}" for way in TARGETS)])
+    (measured,) = committed("arranging-lab")
+    ways = measured["ways"]
+    assert all(one["valid"] for one in ways.values())
+    assert all(ways[way]["measured_gain"] >= least for way, least in TARGETS.items())
+    steps = [pair for one in ways.values() for pair in zip(one["predicted_s"], one["measured_s"], strict=True)]
+    long = [f"{predicted / real - 1:.0%}".rstrip("%") for predicted, real in steps]
+    assert f"predicted {min(long, key=int)} to {max(long, key=int)} % too long" in RESULTS.read_text(encoding="utf-8")
+    quoted(["measured", *(f"{ways[way]['measured_gain']:.2f}" for way in TARGETS)])
+    quoted(["predicted for the lab", *(f"{ways[way]['predicted_gain']:.2f}" for way in TARGETS)])
 
 
 def test_the_simulated_gains_are_those_of_their_command() -> None:
