@@ -63,7 +63,7 @@ BATCHES = WARM + STEPS
 PROFILE = {"sequence": SEQUENCE, "tokens": 2 * SEQUENCE, "link_rounds": 1}
 LONG_PROFILE = {"sequence": LONG // 4, "tokens": LONG // 4, "link_rounds": 1}
 """Tokens of the longest sequence and of the largest microbatch on a device, for layers; rounds of links. Layers of long
-samples are measured up to a quarter of these: whole ones would take an hour."""
+samples are measured up to a quarter of these: whole ones take over a quarter of an hour."""
 
 CASES = (
     (0.5, "trained"),
