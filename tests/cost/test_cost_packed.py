@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -191,17 +192,23 @@ def test_a_part_of_a_packed_layer_is_corrected_by_its_images_too() -> None:
     assert found.forward_s == pytest.approx(2 * expected_s)
 
 
+def joined(first: StageWork, second: StageWork, sent: Sequence[Sequence[tuple[int, int, float]]]) -> PipelineWork:
+    """Two stages; what is sent of every microbatch, the largest first, comes back the other way."""
+    ahead = [tuple(each) for each in sent]
+    back = [tuple((b, a, size) for a, b, size in each) for each in ahead]
+    edge = EdgeWork(
+        source=0, target=1, tensor="", forward=(ahead[0],), backward=(back[0],),
+        ragged=tuple(zip(ahead, back, strict=True)),
+    )  # fmt: skip
+    return PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+
+
 def test_a_replica_without_images_in_the_largest_microbatch_has_its_own_largest() -> None:
     """Two replicas on their own ways to two others; the one has all tokens of the largest microbatch."""
     sizes = (((4096, 4096), (0, 0)), ((0, 0), (700, 700)))
     first, second = stage(0, (0, 1), sizes), stage(1, (2, 3), sizes)
     sent = [tuple((at, 2 + at, 4.0 * WIDTH * row[at][0]) for at in (0, 1) if row[at][0]) for row in sizes]
-    back = [tuple((b, a, size) for a, b, size in each) for each in sent]
-    edge = EdgeWork(
-        source=0, target=1, tensor="", forward=(sent[0],), backward=(back[0],),
-        ragged=tuple(zip(sent, back, strict=True)),
-    )  # fmt: skip
-    work = PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+    work = joined(first, second, sent)
     found = with_contention(cost_table(work, NETWORK, Roofline()), work, NETWORK, Roofline()).contention
     assert found is not None and len([key for key in found.flows if key[0] == "F"]) == 2
 
@@ -215,13 +222,7 @@ def test_replicas_that_exchange_in_some_microbatch_are_one_pipeline() -> None:
         return [((0, 2, 4096.0), (1, 3, 2048.0)), ((0, 2, 700.0), (1, crossing, 700.0))]
 
     for crossing, count in ((3, 2), (2, 1)):
-        sent = pairs(crossing)
-        back = [tuple((b, a, size) for a, b, size in each) for each in sent]
-        edge = EdgeWork(
-            source=0, target=1, tensor="", forward=(sent[0],), backward=(back[0],),
-            ragged=tuple(zip(sent, back, strict=True)),
-        )  # fmt: skip
-        work = PipelineWork(stages=(first, second), edges=(edge,), precision="bfloat16")
+        work = joined(first, second, pairs(crossing))
         found = pipelines(cost_table(work, NETWORK, Roofline()), work, NETWORK, Roofline())
         assert len(found.works) == count
 

@@ -144,3 +144,14 @@ def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.Mon
         return
     assert len(search.step_s) >= BEST and not too_large & {*left[:BEST]}
     assert search.step_s[id(search.trials.fitting[0])] == min(search.step_s.values())
+
+
+def test_the_arrangement_is_that_of_the_best_also_where_another_placement_has_the_same_grids() -> None:
+    search, inline = finder(), in_line((1,))
+    shared = replace(inline, guests=inline.inline, inline=(), ahead=2)
+    assert shared.modules == inline.modules
+    made = [search.trials.simulate(one, 0) for one in (inline, shared)]
+    assert all(made) and search.trials.loads(inline) != search.trials.loads(shared)
+    for best, decisions in zip(made, (inline, shared), strict=True):
+        search.trials.fitting.sort(key=lambda one, best=best: one is not best)  # type: ignore[misc]
+        assert search.result().arranging == search.trials.loads(decisions)

@@ -281,8 +281,7 @@ class _Finder:
             f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
             f"all {samples.batches} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )
-        assert isinstance(best.decisions, ModuleDecisions)
-        return ModulesFound(found=found, arranging=self.trials.arranging[best.decisions.modules], notes=notes)
+        return ModulesFound(found=found, arranging=self.trials.loads(plain(best)), notes=notes)
 
     def choices(self) -> list[Mapping[str, str]]:
         """What was looked at: of every choice the modules on shared devices, each with its word."""

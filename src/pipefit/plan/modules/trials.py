@@ -13,7 +13,6 @@ from typing import Any
 
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
 from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
 from pipefit.plan.evaluate import evaluate
 from pipefit.plan.modules.costing import Costed, Costing
 from pipefit.plan.modules.decisions import ModuleDecisions
@@ -40,7 +39,6 @@ class Trials:
         self.costed: list[Costed] = [costing.profile(module, own[module.name]) for module in bench.model.modules]
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
-        self.arranging: dict[tuple[tuple[str, Decisions], ...], Arranging] = {}
         self.simulated = 0
 
     def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
@@ -57,7 +55,6 @@ class Trials:
         except (FormsError, ScheduleError):
             return None
         self.simulated += 1
-        self.arranging[decisions.modules] = arranging
         if made.simulation.fits:
             if keep:
                 self.fitting.append(made)
