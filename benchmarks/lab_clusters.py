@@ -31,19 +31,27 @@ NEAR, BETWEEN = 40e6, 1e6
 FLOPS = 1.0e9
 MB = 10**6
 
-MODULES_FLOPS, MODULES_MB = 0.2e9, 10
-MODULES_INSIDE, MODULES_BETWEEN = 40e6, 27e6
-"""Of the devices for several modules: slow enough that their small layers keep to the pace."""
+MODULES_FLOPS, MODULES_MB = 0.1e9, 10
+MODULES_INSIDE, MODULES_BETWEEN = 20e6, 13.5e6
+"""Of the devices for several modules: slow enough that their small layers, and collectives of all of them at once, are
+a small part of what two cores can do in that time."""
+
+MODULES_ACTION_S, ONE_HOST_ACTION_S = 10e-3, 20e-3
+"""Once an action of such devices. The backward of a frozen stage is hardly more than its bookkeeping, which eight
+processes do at the same time."""
 
 MODULES_KNEE = 8.0
 """Tokens at which their rate is half of the peak."""
 
-ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.4e9, 4e6
+ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.4e9, 2.5e6
 """Of a host whose devices' links are slow beside what they compute, as PCIe is beside NVLink."""
 
 MANY_FLOPS, MANY = 0.1e9, 10e6
 """Of 32 devices for the arrangement of samples, and between their hosts: slow enough that two cores do the real work
 of all of them within a small part of the time."""
+
+ACTION_S = 3e-3
+"""Once an action of all others."""
 
 MANY_KNEE = 1.0
 """An image has few tokens here and thousands elsewhere: what it takes is to be in proportion to them."""
@@ -138,14 +146,14 @@ def modules() -> LabFile:
     memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
     made = lab("modules", ["fast"] * 2, matrix, {"fast": MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
     links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=MODULES_INSIDE)}
-    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE)
+    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE, MODULES_ACTION_S)
 
 
 def one_host() -> LabFile:
     """Eight devices alike in one host."""
     made = lab("one-host", ["fast"], [[0.0]], {"fast": ONE_HOST_FLOPS}, devices=8)
     links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=ONE_HOST_INSIDE)}
-    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE)
+    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE, ONE_HOST_ACTION_S)
 
 
 def islands() -> LabFile:
@@ -157,9 +165,10 @@ def islands() -> LabFile:
     return early(made, 6.0)
 
 
-def early(made: LabFile, knee_tokens: float) -> LabFile:
-    """The same devices, but their rates reach their half at so few tokens."""
-    return replace(made, devices={name: replace(one, knee_tokens=knee_tokens) for name, one in made.devices.items()})
+def early(made: LabFile, knee_tokens: float, action_s: float = ACTION_S) -> LabFile:
+    """The same devices, but their rates reach their half at so few tokens, and an action takes so long at least."""
+    like = {name: replace(one, knee_tokens=knee_tokens, action_s=action_s) for name, one in made.devices.items()}
+    return replace(made, devices=like)
 
 
 def half(
