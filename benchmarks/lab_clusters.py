@@ -43,12 +43,12 @@ processes do at the same time."""
 MODULES_KNEE = 8.0
 """Tokens at which their rate is half of the peak."""
 
-ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.4e9, 2.5e6
+ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.4e9, 3e6
 """Of a host whose devices' links are slow beside what they compute, as PCIe is beside NVLink."""
 
 MANY_FLOPS, MANY = 0.1e9, 10e6
-"""Of 32 devices for the arrangement of samples, and between their hosts: slow enough that two cores do the real work
-of all of them within a small part of the time."""
+"""Of 32 devices for the arrangement of samples, and of their links: slow enough that two cores do the real work of all
+of them, and their collectives at once, within a small part of the time."""
 
 ACTION_S = 3e-3
 """Once an action of all others."""
@@ -127,8 +127,7 @@ def clusters() -> dict[str, LabFile]:
         ),
         "modules": modules(),
         "one-host": one_host(),
-        "many": early(lab("many", ["fast"] * 4, [[MANY * (a != b) for b in range(4)] for a in range(4)],
-                          {"fast": MANY_FLOPS}, devices=8), MANY_KNEE),
+        "many": many(),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
         "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip
@@ -145,15 +144,20 @@ def modules() -> LabFile:
     matrix = [[0.0 if a == b else MODULES_BETWEEN for b in range(2)] for a in range(2)]
     memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
     made = lab("modules", ["fast"] * 2, matrix, {"fast": MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
-    links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=MODULES_INSIDE)}
-    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE, MODULES_ACTION_S)
+    return early(inside(made, MODULES_INSIDE), MODULES_KNEE, MODULES_ACTION_S)
 
 
 def one_host() -> LabFile:
     """Eight devices alike in one host."""
     made = lab("one-host", ["fast"], [[0.0]], {"fast": ONE_HOST_FLOPS}, devices=8)
-    links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=ONE_HOST_INSIDE)}
-    return early(replace(made, cluster=replace(made.cluster, links=links)), MODULES_KNEE, ONE_HOST_ACTION_S)
+    return early(inside(made, ONE_HOST_INSIDE), MODULES_KNEE, ONE_HOST_ACTION_S)
+
+
+def many() -> LabFile:
+    """32 devices alike in four hosts."""
+    matrix = [[0.0 if a == b else MANY for b in range(4)] for a in range(4)]
+    made = lab("many", ["fast"] * 4, matrix, {"fast": MANY_FLOPS}, devices=8)
+    return early(inside(made, MANY), MANY_KNEE)
 
 
 def islands() -> LabFile:
@@ -163,6 +167,12 @@ def islands() -> LabFile:
     rates = {"fast": 0.56 * FLOPS, "slow": 0.14 * FLOPS}
     made = lab("islands", ["fast", "slow"] * 2, matrix, rates, devices=(1, 3, 1, 3))
     return early(made, 6.0)
+
+
+def inside(made: LabFile, bytes_per_s: float) -> LabFile:
+    """The same hosts, but their devices reach each other at this rate."""
+    links = {"inside": replace(made.cluster.links["inside"], bandwidth_bytes_per_s=bytes_per_s)}
+    return replace(made, cluster=replace(made.cluster, links=links))
 
 
 def early(made: LabFile, knee_tokens: float, action_s: float = ACTION_S) -> LabFile:
