@@ -69,10 +69,12 @@ CASES = {
 }
 PLANS = (
     ("mllm-9b", "162x8xA100-80:800Gbit/s", 1296, 1920, 0.5),
+    ("mllm-9b", "147x8xA100-80:800Gbit/s", 1172, 1920, 0.5),
+    ("mllm-15b", "162x8xA100-80:800Gbit/s", 1296, 1920, 0.5),
+    ("mllm-15b", "147x8xA100-80:800Gbit/s", 1172, 1920, 0.5),
     ("mllm-72b", "162x8xA100-80:800Gbit/s", 1296, 1920, 0.5),
     ("mllm-72b", "147x8xA100-80:800Gbit/s", 1172, 1920, 0.5),
 )
-QUICK_PLANS = (("mllm-9b", "4x8xA100-80:800Gbit/s", 32, 32, 0.5),)
 """(model, cluster, devices of it at most, batch, sigma) of whole plans."""
 
 IMAGE_SIDE = 32
@@ -95,7 +97,8 @@ def main() -> int:
     parser.add_argument("--only", choices=SECTIONS, action="append", help="these sections; others stay in the result")
     parser.add_argument(
         "--case", action="append", default=[],
-        help="of labs, these alone, as `0.5 trained`; others stay in the result, which says of each when it was made",
+        help="of labs and plans, these alone, as `0.5 trained` or `mllm-9b 1296`; others stay in the result, which "
+        "says of each when it was made",
     )  # fmt: skip
     parser.add_argument(
         "--cluster",
@@ -107,7 +110,7 @@ def main() -> int:
     if arguments.only and arguments.json and Path(arguments.json).is_file():
         known = json.loads(Path(arguments.json).read_text(encoding="utf-8"))
     for name in ("closed",) if arguments.quick else (arguments.only or SECTIONS):
-        cases = name in ("lab", "few-samples")
+        cases = name in ("plans", "lab", "few-samples")
         before = known.get(name, {"rows": []}) if arguments.case and cases else {"rows": []}
         rows = [{"provenance": before["provenance"], **row} for row in before["rows"]]
         for row in SECTIONS[name](arguments):
@@ -118,8 +121,8 @@ def main() -> int:
 
 
 def case_of(row: dict[str, Any]) -> str:
-    """The name of a row of a lab."""
-    return f"{row['sigma']} {row['training']}"
+    """The name of a row of a lab, or of a plan."""
+    return f"{row['model']} {row['devices']}" if "model" in row else f"{row['sigma']} {row['training']}"
 
 
 def closed(arguments: argparse.Namespace) -> Rows:
@@ -136,8 +139,10 @@ def closed(arguments: argparse.Namespace) -> Rows:
 
 def plans(arguments: argparse.Namespace) -> Rows:
     """Whole plans."""
-    for case in QUICK_PLANS if arguments.quick else PLANS:
-        one = planned(*case)
+    for case in PLANS:
+        if arguments.case and f"{case[0]} {case[2]}" not in arguments.case:
+            continue
+        one = planned(*case) | {"provenance": provenance()}
         print(
             f"{one['model']} on {one['devices']}: step {format_seconds(one['step_s'])}, utilisation "
             f"{one['utilisation']:.1%}, planned in {one['planning_s']:.0f} s, {one['decisions']}",
