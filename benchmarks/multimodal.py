@@ -16,7 +16,7 @@ Sections, each of which can be measured again by `--only` beside the others of a
 - `few-samples`: likewise, where there are fewer samples than devices, and small modules are inefficient over shards.
 - `arranging-lab`: one layout really run with its samples in random order, balanced, ordered, and both.
 
-    python benchmarks/multimodal.py [--quick] [--only SECTION] [--case NAME] [--cluster FILE] [--json PATH]
+    python benchmarks/multimodal.py [--quick] [--only SECTION] [--case NAME] [--cluster FOLDER] [--json PATH]
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument(
         "--cluster",
-        help="of one lab, what `pipefit profile` found of it: read where the file is there, else profiled and kept",
+        help="a folder with what `pipefit profile` found of labs: read where it is there, else profiled and kept",
     )
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
@@ -163,30 +163,35 @@ def lab(arguments: argparse.Namespace) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    yield from _cases(multimodal_lab.MANY_SAMPLES, arguments)
+    trained = [one for one in multimodal_lab.CASES if one[1] == "trained"]
+    frozen = [one for one in multimodal_lab.CASES if one[1] != "trained"]
+    yield from _cases(multimodal_lab.MANY_SAMPLES, trained, arguments)
+    yield from _cases(multimodal_lab.FROZEN_MODULES, frozen, arguments)
 
 
 def few_samples(arguments: argparse.Namespace) -> Rows:
     """Likewise, with fewer samples than devices."""
     import multimodal_lab
 
-    yield from _cases(multimodal_lab.FEW_SAMPLES, arguments)
+    yield from _cases(multimodal_lab.FEW_SAMPLES, multimodal_lab.CASES, arguments)
 
 
-def _cases(setting: Any, arguments: argparse.Namespace) -> Rows:
+def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse.Namespace) -> Rows:
     import multimodal_lab
     from pipefit.cluster import load, save
 
-    known = Path(arguments.cluster) if arguments.cluster else None
+    asked = [one for one in cases if not arguments.case or f"{one[0]} {one[1]}" in arguments.case]
+    if not asked:
+        return
+    known = Path(arguments.cluster) / f"{setting.lab}.json" if arguments.cluster else None
     cluster = load(known) if known and known.is_file() else setting.cluster()
     if known:
         save(cluster, known)
-    for sigma, training in multimodal_lab.CASES:
-        if not arguments.case or f"{sigma} {training}" in arguments.case:
-            row = multimodal_lab.case(setting, cluster, sigma, training)
-            row |= {"provenance": provenance(), "profiled": cluster.provenance.when}
-            multimodal_lab.show(row)
-            yield row
+    for sigma, training in asked:
+        row = multimodal_lab.case(setting, cluster, sigma, training)
+        row |= {"provenance": provenance(), "profiled": cluster.provenance.when}
+        multimodal_lab.show(row)
+        yield row
 
 
 def arranging_lab(arguments: argparse.Namespace) -> Rows:

@@ -1,7 +1,8 @@
 """Plans of a small multimodal model really run in a lab, beside monolithic layouts, by sigma and way of training.
 
-The cluster `modules` of benchmarks/data/clusters is made as a lab and measured by `pipefit profile`; nothing else is
-known. Every plan trains on the samples of one index, step by step the same ones. Rivals:
+The cluster `modules` of benchmarks/data/clusters (where modules are frozen, `modules-slower`) is made as a lab and
+measured by `pipefit profile`; nothing else is known. Every plan trains on the samples of one index, step by step the
+same ones. Rivals:
 
 - `paper`: DistTrain's baseline. Every module has the language model's replicas and SHARDS; encoder and generator are
   stages of their own, first and last; the language model has the fewest stages that fit. Of what is left to choose
@@ -111,6 +112,9 @@ class Setting:
 
 
 MANY_SAMPLES = Setting(LAB, JOB, make_samples, PROFILE, also=("all but projector frozen",))
+FROZEN_MODULES = replace(MANY_SAMPLES, lab="modules-slower")
+"""Many samples where modules are frozen: their nearly empty actions keep to the pace of slower devices."""
+
 FEW_SAMPLES = Setting(
     "one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, LONG_PROFILE, long=True
 )
@@ -141,6 +145,7 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
         runs = ran(setting.lab, found, model, index)
     useful_s = monolithic.useful_s()
     return {
+        "lab": setting.lab,
         "sigma": sigma,
         "training": training,
         "batch": job.batch,

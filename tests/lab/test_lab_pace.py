@@ -118,11 +118,12 @@ class Program:
 
     recompute, shard = "none", None
 
-    def __init__(self, work: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, work: Callable[[], None] = lambda: None, last: Callable[[], None] = lambda: None) -> None:
+        """`work` before the first layer of an action, and `last` before the last one of a backward."""
         graph = tiny_block()
         self.layers = [SimpleNamespace(graph=graph) for _ in range(3)]
         self.on_layer_gradients: Callable[[int], None] | None = None
-        self.work = work
+        self.work, self.last = work, last
 
     def begin_step(self, step: int, divisor: int) -> None:
         pass
@@ -134,6 +135,8 @@ class Program:
     def backward(self, microbatch: int, slice_: int, gradients: Any) -> str:
         self.work()
         for place in (2, 1, 0):
+            if place == 0:
+                self.last()
             if self.on_layer_gradients is not None:
                 self.on_layer_gradients(place)
         return "gradients"
@@ -282,6 +285,22 @@ def test_a_layer_whose_real_work_is_late_makes_the_last_backward_late(
         stage.on_layer_gradients = None
     assert device.counts.late == 1 and device.counts.actions == 2
     assert device.counts.worst_s == pytest.approx(0.0102, abs=1e-6), "two sleeps of the test wake up late"
+
+
+@pytest.mark.parametrize(("share", "late"), [(0.9, 0), (1.1, 1)])
+def test_a_small_last_layer_may_be_done_later_by_a_thousandth_of_the_backward(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: float, late: int
+) -> None:
+    device, clock = emulate(monkeypatch, tmp_path, seed=10), Clock(monkeypatch)
+    layer_s, whole_s = expected_s("B", 1) - expected_s("B", 0), expected_s("B")
+    stage = pace.paced(Program(last=lambda: clock.sleep(layer_s + share * pace.LAYER_SHARE * whole_s)))
+    for step in range(2):
+        stage.begin_step(step, 1)
+        stage.forward(0, 0, {}, FEED)
+        stage.on_layer_gradients = lambda place: None
+        stage.backward(0, 0, {})
+        stage.on_layer_gradients = None
+    assert device.counts.late == late and device.counts.actions == 2
 
 
 def test_real_work_that_takes_longer_is_counted_and_invalid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ T = TypeVar("T")
 INVALID_SHARE = 0.01
 """A run in which more of the actions than this took longer for real than on the emulated device is invalid."""
 
+LAYER_SHARE = 1e-3
+"""Of a last backward's time: a layer that is done later by less is in time. The real work of a layer begins when that
+behind it has been waited for, so that of a small one cannot begin sooner; this is a tenth of the jitter of devices."""
+
 AT_ONCE_S = 5e-4
 """An action that begins so soon after the last one waited for nothing."""
 
@@ -103,7 +107,8 @@ class Device:
         self._debt_s = overslept_s
         if marks is not None:
             # What came after the last layer was starting its reduction, which is no work of the device.
-            late_s, self._debt_s = marks.late_s, overslept_s or marks.overslept_s
+            late_s = marks.late_s if marks.late_s > LAYER_SHARE * seconds else 0.0
+            self._debt_s = overslept_s or marks.overslept_s
         counts = self.counts
         if warm:
             counts.warm += 1
