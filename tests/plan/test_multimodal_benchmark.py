@@ -48,6 +48,10 @@ def test_image_counts_are_lognormal_about_their_mean_and_end_with_the_sequence()
     assert free.std() / free.mean() == pytest.approx(np.sqrt(np.expm1(0.25)), rel=0.06) and len(logs) > 19_000
 
 
+UNPROFILED = ("language frozen", "all but projector frozen")
+"""Ways of training whose language model's layers were not profiled for the recorded few long samples."""
+
+
 def committed(section: str) -> list[dict[str, Any]]:
     """Rows of a section of the result."""
     found = json.loads(RESULT.read_text(encoding="utf-8"))
@@ -84,7 +88,7 @@ def row_of_the_page(row: dict[str, Any]) -> list[str]:
 
 
 def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
-    from multimodal_lab import GAIN
+    from multimodal_lab import FEW_GAIN, GAIN, UTILISATION
 
     page = " ".join(RESULTS.read_text(encoding="utf-8").split())
     rows = committed("few-samples")
@@ -92,11 +96,18 @@ def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
         plans, ours = row["plans"], row["plans"]["ours"]
         quoted(row_of_the_page(row))
         assert ours["layout"]["vision.divide"] == ours["layout"]["generator.divide"] == "images"
-        assert ours["valid"] and plans["paper"]["valid"] and row["batch"] < row["devices"]
+        assert plans["paper"]["valid"] and row["batch"] < row["devices"]
         assert max(row["efficiency"][name]["2"] for name in ("vision", "generator")) < 0.6
-        assert all(abs(one["error"]) < 0.06 for one in plans.values() if one["valid"])
         assert plans["paper"]["measured_s"] >= GAIN * ours["measured_s"]
+        if row["training"] in UNPROFILED:
+            assert all(-0.27 < one["error"] < -0.125 for one in plans.values()), "13 to 26 % too fast"
+            continue
+        assert all(abs(one["error"]) < 0.07 for one in plans.values() if one["valid"])
+        assert plans["merged 1"]["measured_s"] >= FEW_GAIN * ours["measured_s"]
         assert min(one["measured_s"] for one in plans.values()) == ours["measured_s"]
+        assert ours["valid"] == (row["training"] != "vision frozen")
+    assert rows[0]["useful_s"] >= UTILISATION * rows[0]["devices"] * rows[0]["plans"]["ours"]["measured_s"]
+    assert all(one["valid"] for one in rows[0]["plans"].values())
     first = rows[0]
     shares, two = first["shares"], {name: one["2"] for name, one in first["efficiency"].items()}
     share = shares["vision"] + shares["generator"]
@@ -117,9 +128,12 @@ def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> No
         plans, ours = row["plans"], row["plans"]["ours"]
         quoted(row_of_the_page(row))
         for name, one in plans.items():
-            most = 0.06 if row["training"] == "trained" else 0.15
+            most = 0.075 if row.get("lab") == "modules-slower" else 0.06
             assert not one["valid"] or abs(one["error"]) < most, name
             assert ours["predicted_s"] <= 1.001 * one["predicted_s"], name
+        if row.get("lab") == "modules-slower":
+            assert plans["paper"]["measured_s"] >= GAIN * ours["measured_s"]
+            assert min(one["measured_s"] for one in plans.values()) >= 0.99 * ours["measured_s"]
     first = rows[0]["plans"]
     assert first["ours"]["valid"] and first["paper"]["valid"]
     assert first["paper"]["measured_s"] >= GAIN * first["ours"]["measured_s"]
