@@ -53,9 +53,6 @@ MANY_FLOPS, MANY = 0.1e9, 10e6
 """Of 32 devices for the arrangement of samples, and between their hosts: slow enough that two cores do the real work
 of all of them within a small part of the time."""
 
-ACTION_S = 3e-3
-"""Once an action of all others."""
-
 MANY_KNEE = 1.0
 """An image has few tokens here and thousands elsewhere: what it takes is to be in proportion to them."""
 
@@ -129,7 +126,7 @@ def clusters() -> dict[str, LabFile]:
             memory_bytes={"fast": 8 * MB, "slow": 5 * MB},
         ),
         "modules": modules("modules"),
-        "modules-slower": modules("modules-slower", SLOWER, SLOWER_ACTION_S),
+        "modules-slower": modules("modules-slower", SLOWER, action_s=SLOWER_ACTION_S),
         "one-host": one_host(),
         "many": early(lab("many", ["fast"] * 4, [[MANY * (a != b) for b in range(4)] for a in range(4)],
                           {"fast": MANY_FLOPS}, devices=8), MANY_KNEE),
@@ -143,19 +140,20 @@ def even_links(hosts: int) -> list[list[float]]:
     return [[0.0 if a == b else TOGETHER for b in range(hosts)] for a in range(hosts)]
 
 
-def modules(name: str, part: float = 1.0, action_s: float = ACTION_S) -> LabFile:
+def modules(name: str, part: float = 1.0, **changes: float) -> LabFile:
     """Eight devices alike, in two hosts whose links inside are half as quick again as those between them; `part` of all
-    rates. Beside the 64 MiB that the planner keeps for libraries a device has MODULES_MB. Rates saturate early."""
+    rates. Beside the 64 MiB that the planner keeps for libraries a device has MODULES_MB. Rates saturate early.
+    `changes`: as of `early`."""
     matrix = [[0.0 if a == b else part * MODULES_BETWEEN for b in range(2)] for a in range(2)]
     memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
     made = lab(name, ["fast"] * 2, matrix, {"fast": part * MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
-    return early(inside(made, part * MODULES_INSIDE), MODULES_KNEE, action_s)
+    return early(inside(made, part * MODULES_INSIDE), MODULES_KNEE, **changes)
 
 
 def one_host() -> LabFile:
     """Eight devices alike in one host."""
     made = lab("one-host", ["fast"], [[0.0]], {"fast": ONE_HOST_FLOPS}, devices=8)
-    return early(inside(made, ONE_HOST_INSIDE), MODULES_KNEE, ONE_HOST_ACTION_S)
+    return early(inside(made, ONE_HOST_INSIDE), MODULES_KNEE, action_s=ONE_HOST_ACTION_S)
 
 
 def islands() -> LabFile:
@@ -173,9 +171,9 @@ def inside(made: LabFile, bytes_per_s: float) -> LabFile:
     return replace(made, cluster=replace(made.cluster, links=links))
 
 
-def early(made: LabFile, knee_tokens: float, action_s: float = ACTION_S) -> LabFile:
-    """The same devices, but their rates reach their half at so few tokens, and an action takes so long at least."""
-    like = {name: replace(one, knee_tokens=knee_tokens, action_s=action_s) for name, one in made.devices.items()}
+def early(made: LabFile, knee_tokens: float, **changes: float) -> LabFile:
+    """The same devices, but their rates reach their half at so few tokens. `changes`: other figures of their tables."""
+    like = {name: replace(one, knee_tokens=knee_tokens, **changes) for name, one in made.devices.items()}  # type: ignore[arg-type]
     return replace(made, devices=like)
 
 
