@@ -39,9 +39,9 @@ SLOWER = 0.5
 """Of those for frozen modules, where less is left to do: so much of the rates and of the links. Collectives of all
 devices at once are a smaller part then of what two cores can do in that time."""
 
-SLOWER_ACTION_S, ONE_HOST_ACTION_S = 10e-3, 20e-3
-"""Once an action of such devices. The backward of a frozen stage is hardly more than its bookkeeping, which eight
-processes do at the same time."""
+SLOWER_ACTION_S, ONE_HOST_ACTION_S, ONE_HOST_LAYER_S = 10e-3, 40e-3, 2e-3
+"""Once an action, and once a layer, of such devices. The backward of a frozen stage is hardly more than its
+bookkeeping, which eight processes do at the same time."""
 
 MODULES_KNEE = 8.0
 """Tokens at which their rate is half of the peak."""
@@ -50,8 +50,8 @@ ONE_HOST_FLOPS, ONE_HOST_INSIDE = 0.4e9, 3e6
 """Of a host whose devices' links are slow beside what they compute, as PCIe is beside NVLink."""
 
 MANY_FLOPS, MANY = 0.1e9, 10e6
-"""Of 32 devices for the arrangement of samples, and between their hosts: slow enough that two cores do the real work
-of all of them within a small part of the time."""
+"""Of 32 devices for the arrangement of samples, and of all their links: slow enough that two cores do the real work of
+all of them, and pass what all of them send at once, within a small part of the time."""
 
 MANY_KNEE = 1.0
 """An image has few tokens here and thousands elsewhere: what it takes is to be in proportion to them."""
@@ -128,8 +128,7 @@ def clusters() -> dict[str, LabFile]:
         "modules": modules("modules"),
         "modules-slower": modules("modules-slower", SLOWER, action_s=SLOWER_ACTION_S),
         "one-host": one_host(),
-        "many": early(lab("many", ["fast"] * 4, [[MANY * (a != b) for b in range(4)] for a in range(4)],
-                          {"fast": MANY_FLOPS}, devices=8), MANY_KNEE),
+        "many": many(),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
         "half-3-8": half("half-3-8", 3.0, even_links(4), slow_flops_per_s=0.4 * FLOPS),
     }  # fmt: skip
@@ -153,7 +152,15 @@ def modules(name: str, part: float = 1.0, **changes: float) -> LabFile:
 def one_host() -> LabFile:
     """Eight devices alike in one host."""
     made = lab("one-host", ["fast"], [[0.0]], {"fast": ONE_HOST_FLOPS}, devices=8)
-    return early(inside(made, ONE_HOST_INSIDE), MODULES_KNEE, action_s=ONE_HOST_ACTION_S)
+    made = inside(made, ONE_HOST_INSIDE)
+    return early(made, MODULES_KNEE, action_s=ONE_HOST_ACTION_S, layer_s=ONE_HOST_LAYER_S)
+
+
+def many() -> LabFile:
+    """Four hosts of eight devices alike, whose links inside are as those between them."""
+    matrix = [[MANY * (a != b) for b in range(4)] for a in range(4)]
+    made = lab("many", ["fast"] * 4, matrix, {"fast": MANY_FLOPS}, devices=8)
+    return early(inside(made, MANY), MANY_KNEE)
 
 
 def islands() -> LabFile:
