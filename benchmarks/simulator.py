@@ -140,8 +140,8 @@ def with_shared_ports(costs: CostTable, stages: int) -> CostTable:
     """Every lane on a host of its own: what it sends shares one port, what it receives another, reductions both."""
     flows: dict[FlowKey, Flow] = {}
     for hop in range(stages - 1):
-        flows["F", hop, 0, 0] = Flow((2 * hop, 2 * hop + 3), (1.0, 1.0), 3e10, 2 * hop)
-        flows["B", hop, 0, 0] = Flow((2 * hop + 2, 2 * hop + 1), (1.0, 1.0), 3e10, 2 * hop + 1)
+        flows["SEND_F", hop, 0, 0] = Flow((2 * hop, 2 * hop + 3), (1.0, 1.0), 3e10, 2 * hop)
+        flows["SEND_B", hop, 0, 0] = Flow((2 * hop + 2, 2 * hop + 1), (1.0, 1.0), 3e10, 2 * hop + 1)
     for lane in range(stages):
         flows["REDUCE", lane, 0, 0] = Flow((2 * lane, 2 * lane + 1), (1.0, 1.0), 1e10)
     return replace(costs, contention=Contention((costs,), flows, 2 * stages, 2 * stages))

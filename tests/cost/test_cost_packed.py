@@ -210,7 +210,7 @@ def test_a_replica_without_images_in_the_largest_microbatch_has_its_own_largest(
     sent = [tuple((at, 2 + at, 4.0 * WIDTH * row[at][0]) for at in (0, 1) if row[at][0]) for row in sizes]
     work = joined(first, second, sent)
     found = with_contention(cost_table(work, NETWORK, Roofline()), work, NETWORK, Roofline()).contention
-    assert found is not None and len([key for key in found.flows if key[0] == "F"]) == 2
+    assert found is not None and len([key for key in found.flows if key[0] == "SEND_F"]) == 2
 
 
 def test_replicas_that_exchange_in_some_microbatch_are_one_pipeline() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -122,14 +123,14 @@ def test_pipelines_have_the_times_of_their_own_links() -> None:
     one, two = (float(table.edges[0].forward_port_s[0, 0]) for table in found.pipelines)
     assert two == pytest.approx(4 * one)
     assert found.pipelines[0].edges[0].backward_port_s == pytest.approx(found.pipelines[1].edges[0].backward_port_s)
-    flow = found.flows["F", 0, 0, 1]
+    flow = found.flows["SEND_F", 0, 0, 1]
     assert flow.bytes_per_s == pytest.approx(0.25 * MB)
 
 
 def test_rings_and_messages_share_the_ports_of_a_host() -> None:
     """Replicas on hosts 0 and 1, then 2 and 3: the sums of stage 0 enter host 0, as do the gradients from stage 1."""
     found, _ = contention_of(measured(None), stages=2, replicas=(1, 1), microbatches=2, devices=(0, 1, 2, 3))
-    ring, back = found.flows["REDUCE", 0, 0, 0], found.flows["B", 0, 0, 0]
+    ring, back = found.flows["REDUCE", 0, 0, 0], found.flows["SEND_B", 0, 0, 0]
     assert set(ring.ports) & set(back.ports)
     assert ring.queue == -1 and back.queue >= 0
     assert all(0.9 < use <= 1.0 for use in ring.use), "alone, a ring fills the ports of its slowest hop"
@@ -138,9 +139,9 @@ def test_rings_and_messages_share_the_ports_of_a_host() -> None:
 
 def test_equal_work_between_the_same_hosts_waits_in_one_queue() -> None:
     found, _ = contention_of(measured(None, devices=2), stages=2, replicas=(1, 1), microbatches=2)
-    queues = {found.flows["F", 0, 0, k].queue for k in (0, 1)}
+    queues = {found.flows["SEND_F", 0, 0, k].queue for k in (0, 1)}
     assert len(queues) == 1 and -1 not in queues
-    assert found.flows["B", 0, 0, 0].queue not in queues, "the way back is another link"
+    assert found.flows["SEND_B", 0, 0, 0].queue not in queues, "the way back is another link"
 
 
 def test_collectives_inside_actions_share_the_ports_that_replicas_share() -> None:
@@ -164,6 +165,38 @@ def test_collectives_inside_actions_share_the_ports_that_replicas_share() -> Non
     assert one == two == together
     one, two, together = forward_s((0, 1, 2, 3), 1)
     assert two == together and one == pytest.approx(two / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1)])
+def test_an_action_loads_the_ports_of_its_collectives_on_average(replicas: tuple[int, ...]) -> None:
+    """Both stages have their shards on the first two hosts, and all rings cross these hosts' ports. On links without
+    end, collectives take no time."""
+    shape = {"stages": 2, "replicas": replicas, "shards": (1, 1), "sharding": "megatron", "microbatches": 2}
+    each = 2 * len(replicas)
+    lanes = [[lane * len(replicas) + k + host * each for k in range(len(replicas)) for host in (0, 1)]
+             for lane in (0, 1)]  # fmt: skip
+    devices = tuple(lanes[0] + lanes[1])
+    cluster = measured(None, devices=each)
+    found, _ = contention_of(cluster, **shape, devices=devices)
+    endless = {(a, b): 1e9 for a in range(4) for b in range(4)}
+    quick, _ = contention_of(measured(None, devices=each, rates=endless), **shape, devices=devices)
+    for stage, kind in itertools.product((0, 1), "FB"):
+        whole_s, rest_s = (float(one.pipelines[0].actions[kind].time_s[stage].max()) for one in (found, quick))
+        for pipeline in range(len(replicas)):
+            flow = found.flows[kind, stage, 0, pipeline]
+            assert len(flow.ports) == 4 and flow.queue == -1, "out of each host, and into it"
+            assert flow.use == pytest.approx([(1 - rest_s / whole_s) / len(replicas)] * 4, rel=1e-3)
+            assert flow.bytes_per_s == pytest.approx(MB / len(replicas))
+        assert 0.5 < 1 - rest_s / whole_s < 1.0
+
+
+def test_an_action_shares_nothing_with_its_own_lane() -> None:
+    """Its stage's gradients are summed after it, and other replicas' collectives are in its time already."""
+    found, _ = contention_of(
+        measured(None, devices=2), replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2,
+        devices=(0, 2, 1, 3),
+    )  # fmt: skip
+    assert {"F", "REDUCE"} <= {key[0] for key in found.flows} and found.ports == 0
 
 
 def test_many_replicas_go_in_step() -> None:

@@ -23,6 +23,7 @@ class FluidSimulator:
         self.count = len(self.shared.pipelines)
         self.place = {(k, lane): 0 for k in range(self.count) for lane in range(len(schedule.lanes))}
         self.free = dict.fromkeys(self.place, 0.0)
+        "NEVER while an action with collectives of its own runs."
         self.stops: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         self.posted: dict[Any, float] = {}
         self.sent: dict[Any, float] = {}
@@ -76,7 +77,7 @@ class FluidSimulator:
         moved = False
         for k, lane in list(self.place):
             step = self.place[k, lane]
-            if step == len(self.schedule.lanes[lane]):
+            if step == len(self.schedule.lanes[lane]) or self.free[k, lane] == NEVER:
                 continue
             action = self.schedule.lanes[lane][step]
             begin = self._ready(k, lane, step, action)
@@ -84,6 +85,12 @@ class FluidSimulator:
                 continue
             moved = True
             self.place[k, lane] += 1
+            flow = self.shared.flows.get((action.kind, action.stage, action.slice, k))
+            if action.kind in ("F", "I", "W", "B") and flow is not None:
+                self.free[k, lane] = NEVER
+                at = ("runs", k, lane, step)
+                self.waiting.append((begin, at, (lane, step, k), flow, self._seconds(k, lane, action), 0.0))
+                continue
             stop = begin + self._seconds(k, lane, action)
             self.stops[k, lane][step] = stop
             if not action.kind.startswith(("SEND", "RECV")) and action.kind not in ("REDUCE", "GATHER"):
@@ -158,7 +165,7 @@ class FluidSimulator:
         arrays = (edge.forward_port_s, edge.forward_s) if forward else (edge.backward_port_s, edge.backward_s)
         shape = (self.schedule.microbatches, self.schedule.slices)
         port_s, whole_s = (float(np.broadcast_to(a, shape)[action.microbatch, action.slice]) for a in arrays)
-        flow = self.shared.flows.get(("F" if forward else "B", index, action.slice, k), Flow((), (), 1.0))
+        flow = self.shared.flows.get(("SEND_F" if forward else "SEND_B", index, action.slice, k), Flow((), (), 1.0))
         at = max(self.sent[key], self.posted[key])
         self.waiting.append((at, key, (*self.order[message(action)], k), flow, port_s, whole_s - port_s))
 
@@ -186,6 +193,9 @@ class FluidSimulator:
             self.beside[key[1]] = self.now
             for k in range(self.count):
                 self.stops[k, key[1]][key[2]] = self.now
+        elif key[0] == "runs":
+            _, k, lane, step = key
+            self.stops[k, lane][step] = self.free[k, lane] = self.now
         else:
             self.arrived[key] = self.now + one["latency_s"]
             self.stops["arrivals", 0][len(self.arrived)] = self.arrived[key]  # type: ignore[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from random import Random
 
@@ -59,8 +60,11 @@ def random_case(seed: int):
     for k in range(len(tables)):
         for index, edge in enumerate(main.edges):
             if placement[edge.source] != placement[edge.target]:
-                for way in "FB":
+                for way in ("SEND_F", "SEND_B"):
                     flows[way, index, 0, k] = flow(random.choice([-1, 0, 1, 2]))
+    for k, stage, kind in itertools.product(range(len(tables)), range(stages), "FIWB"):
+        if random.random() < 0.3:
+            flows[kind, stage, 0, k] = flow(-1)
     for stage in range(stages):
         flows["REDUCE", stage, 0, 0], flows["GATHER", stage, 0, 0] = flow(-1), flow(-1)
     costs = replace(main, contention=contended(main, flows, tables, ports))
@@ -106,7 +110,7 @@ def ends(timeline) -> dict[str, float]:
 
 def test_two_messages_on_one_port_take_twice_as_long() -> None:
     """F 0 to 1; both messages at half rate until 9; F until 10, B until 12; back without sharing until 16."""
-    flows = {("F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)}
+    flows = {("SEND_F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)}
     schedule, costs = two_pipelines(flows)
     found = ends(simulate(schedule, costs))
     assert (found["0SEND_F0"], found["1F0"], found["1SEND_B0"]) == (9.0, 10.0, 16.0)
@@ -114,7 +118,7 @@ def test_two_messages_on_one_port_take_twice_as_long() -> None:
 
 def test_a_grid_shows_what_is_shared() -> None:
     """F0 of the second lane begins 8 s after the first lane's, not 4."""
-    schedule, costs = two_pipelines({("F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)})
+    schedule, costs = two_pipelines({("SEND_F", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)})
     assert draw_grid(schedule, costs).splitlines() == draw_grid(schedule, _slower(costs)).splitlines()
     assert draw_grid(schedule, costs) != draw_grid(schedule, replace(costs, contention=None))
 
@@ -128,7 +132,7 @@ def _slower(costs: CostTable) -> CostTable:
 
 def test_messages_of_a_queue_take_turns() -> None:
     """The first message from 1 to 5, the second from 5 to 9: what is seen is the pipeline that is done last."""
-    flows = {("F", 0, 0, k): Flow((0,), (1.0,), 1.0, queue=0) for k in (0, 1)}
+    flows = {("SEND_F", 0, 0, k): Flow((0,), (1.0,), 1.0, queue=0) for k in (0, 1)}
     schedule, costs = two_pipelines(flows)
     timeline = simulate(schedule, costs)
     assert ends(timeline)["0SEND_F0"] == 9.0
@@ -138,21 +142,35 @@ def test_messages_of_a_queue_take_turns() -> None:
 def test_a_message_beside_a_reduction() -> None:
     """Stage 1's reduction (3 s) and both messages back (4 s), from 8 on, on one port, a third of it each. Then a
     reduction that takes half of the port and messages that take a quarter: together that is no more than all."""
-    flows = {("B", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)}
+    flows = {("SEND_B", 0, 0, k): Flow((0,), (1.0,), 1.0) for k in (0, 1)}
     flows["REDUCE", 1, 0, 0] = Flow((0,), (1.0,), 1.0)
     schedule, costs = two_pipelines(flows)
     found = ends(simulate(schedule, costs))
     assert found["1REDUCE"] == pytest.approx(8.0 + 3 * 3.0)
     assert found["1SEND_B0"] == pytest.approx(17.0 + 2 * 1.0), "1 s is left of each, at half rate"
-    light = {key: replace(flow, use=(0.25 if key[0] == "B" else 0.5,)) for key, flow in flows.items()}
+    light = {key: replace(flow, use=(0.25 if key[0] == "SEND_B" else 0.5,)) for key, flow in flows.items()}
     schedule, costs = two_pipelines(light)
     found = ends(simulate(schedule, costs))
     assert (found["1REDUCE"], found["1SEND_B0"]) == (11.0, 12.0)
 
 
+def test_an_action_with_collectives_beside_a_reduction() -> None:
+    """Stage 1's reduction (6 s) begins at 8, as does the message back (4 s); stage 0's backward (2 s) begins at 12, and
+    goes by to a half in collectives on the reduction's port: both need 1.5 times as long."""
+    schedule, costs = two_pipelines({})
+    costs = replace(costs, reduce_s=np.array([3.0, 6.0]))
+    apart = replace(costs, contention=contended(costs, {}, (costs,), 0))
+    found = ends(simulate(schedule, apart))
+    assert (found["0B0"], found["1REDUCE"]) == (14.0, 14.0)
+    flows = {("REDUCE", 1, 0, 0): Flow((0,), (1.0,), 1.0), ("B", 0, 0, 0): Flow((0,), (0.5,), 1.0)}
+    found = ends(simulate(schedule, replace(costs, contention=contended(costs, flows, (costs,), 1))))
+    assert found["0B0"] == pytest.approx(15.0), "2 s at 2/3"
+    assert found["1REDUCE"] == pytest.approx(15.0), "4 s alone, then 2 s at 2/3"
+
+
 def test_what_a_slow_message_leaves_goes_to_the_fast_one() -> None:
     """One message can use a quarter of the port (1 byte a second), the other all of it (4): it gets three quarters."""
-    flows = {("F", 0, 0, 0): Flow((0,), (0.25,), 1.0), ("F", 0, 0, 1): Flow((0,), (1.0,), 4.0)}
+    flows = {("SEND_F", 0, 0, 0): Flow((0,), (0.25,), 1.0), ("SEND_F", 0, 0, 1): Flow((0,), (1.0,), 4.0)}
     schedule, costs = two_pipelines(flows)
     timeline = simulate(schedule, costs)
     assert ends(timeline)["0SEND_F0"] == pytest.approx(1.0 + 4.0 + 4.0 * 0.25), "until 5 three quarters, then all of it"

@@ -4,11 +4,13 @@ The replicas of a stage wait for each other in its reduction only; until then ev
 own devices and links. Messages on one link take turns (a sender's kernel serves them in order); links, ports and
 uplinks are shared evenly by the streams on them, the rings of reductions included (max-min fairness: Bertsekas and
 Gallager 1992, 6.5.2). The simulator does the sharing (`schedule/fluid.py`).
+
+An action of a stage with shards has collectives of its own. It loads its ports on average: an action that goes by to a
+part p in collectives takes 1 + p times as long beside a reduction on the same ports, and so does the reduction.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.network import Network, Port
 from pipefit.cost.roofline import LayerCosts
 from pipefit.cost.stage_cost import StageCost, action_tables
-from pipefit.cost.table import alike, replica_rings, shard_rings, stage_costs
+from pipefit.cost.table import alike, collective_shares, replica_rings, shard_rings, stage_costs
 from pipefit.cost.types import ActionTable, Contention, CostTable, Flow, FlowKey
 from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
@@ -72,10 +74,22 @@ def with_contention(
                 for slice_, messages in enumerate(slices):
                     found = _transfer(messages, float(port_s[:, slice_].max()), network)
                     if found is not None:
-                        loads[way, index, slice_, pipeline] = found
+                        loads[f"SEND_{way}", index, slice_, pipeline] = found
+    alone_on = Counter(stage.lane for stage in work.stages)
+    lanes: dict[FlowKey, int] = {}
     for index, stage in enumerate(work.stages):
-        loads |= _collectives(index, stage, work, network, costs)
-    return replace(costs, contention=_numbered(tables, loads))
+        own = _collectives(index, stage, work, network, costs)
+        if alone_on[stage.lane] == 1:
+            lanes |= dict.fromkeys(own, stage.lane)
+        beside = _beside(stage, network) if len(works) > 1 else [shard_rings(stage)]
+        actions = {
+            key: load
+            for pipeline, one in enumerate(works)
+            for key, load in _actions(index, pipeline, one, beside[pipeline], network, layers).items()
+        }
+        lanes |= dict.fromkeys(actions, stage.lane)
+        loads |= own | actions
+    return replace(costs, contention=_numbered(tables, loads, lanes))
 
 
 def pipelines(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> Pipelines:
@@ -229,6 +243,30 @@ def _collectives(
     return found
 
 
+def _actions(
+    index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
+) -> dict[FlowKey, _Load]:
+    """The actions of a stage whose shards speak to each other, as one ring at a time through each shard group; `beside`
+    are those whose collectives run at the same time, which the times of the actions allow for."""
+    stage = work.stages[index]
+    if stage.group.axis("shard").size == 1:
+        return {}
+    rings = shard_rings(stage)
+    _, loads = _loads_of(network, "all_gather", rings)
+    slowest = max((load_s for _, load_s in _loads_of(network, "all_gather", beside)[1]), default=0.0)
+    if slowest <= 0.0:
+        return {}
+    bytes_per_s = (1.0 - 1.0 / max(map(len, rings))) / slowest
+    return {
+        (kind, index, slice_, pipeline): _Load(
+            {port: part * load_s / slowest for port, load_s in loads}, 1.0, bytes_per_s, None
+        )
+        for slice_, parts in enumerate(collective_shares(stage, work, network, layers, beside))
+        for kind, part in parts.items()
+        if part > 0.0
+    }
+
+
 def _hops(
     network: Network, operation: str, rings: Sequence[Sequence[int]], total_bytes: float, passes: int
 ) -> tuple[dict[Port, float], float]:
@@ -266,10 +304,14 @@ def _loads_of(
     return network.hops[key]
 
 
-def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load]) -> Contention:
-    """Ports that several flows use, by number; who is alone on a port has nobody to share it with."""
-    users = Counter(itertools.chain.from_iterable(load.seconds for load in loads.values()))
-    numbers = {port: number for number, port in enumerate(port for port, count in users.items() if count > 1)}
+def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load], lanes: Mapping[FlowKey, int]) -> Contention:
+    """Ports that several flows use, by number; who is alone on a port has nobody to share it with. Flows of the same
+    one of `lanes` are never there at the same time, or allow for each other."""
+    users: dict[Port, set[object]] = defaultdict(set)
+    for key, load in loads.items():
+        for port in load.seconds:
+            users[port].add(lanes.get(key, key))
+    numbers = {port: number for number, port in enumerate(port for port, each in users.items() if len(each) > 1)}
     queues: dict[Port, int] = {}
     flows = {}
     for key, load in loads.items():

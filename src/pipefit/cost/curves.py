@@ -19,7 +19,7 @@ from pipefit.cluster.types import Cluster, DeviceKind
 from pipefit.codec import digest
 from pipefit.cost.alike import Ratios, Whole, corrected, mean_ratios, ratios_of, whole_place
 from pipefit.cost.memory import Precision
-from pipefit.cost.operator_times import CollectiveTime
+from pipefit.cost.operator_times import SILENT, CollectiveTime, free
 from pipefit.cost.packed import alike_rows
 from pipefit.cost.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
 from pipefit.cost.types import Array
@@ -300,10 +300,10 @@ class MeasuredCosts:
         times = self.times(graph, place, kind, precision)
         if place.rows == 0:
             return guess
-        silent = self.roofline.seconds(graph, place, kind, precision, recompute, _free, "no collectives")
+        silent = self.roofline.seconds(graph, place, kind, precision, recompute, free, SILENT)
         if times is None:
             return corrected(guess, silent, self._ratios(graph, place, kind, precision))
-        plain = self.roofline.seconds(graph, place, kind, precision, "none", _free, "no collectives")
+        plain = self.roofline.seconds(graph, place, kind, precision, "none", free, SILENT)
         ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
         more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
         return LayerSeconds(
@@ -341,8 +341,3 @@ class MeasuredCosts:
             self._origins[text] = None
             unmeasured = any(": not measured" in note for note in self._origins)
             self.notes = (*self._origins, *(self.roofline.notes if unmeasured else self.roofline.notes[1:]))
-
-
-def _free(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
-    """Collectives that cost nothing."""
-    return 0.0

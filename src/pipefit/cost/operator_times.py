@@ -29,6 +29,15 @@ class CollectiveTime(Protocol):
         split dimension is cut, of an all_to_all that before and that afterwards; none: any fraction."""
 
 
+SILENT = "no collectives"
+"""The key of layer costs with collectives that are `free`."""
+
+
+def free(kind: str, total_bytes: float, how: str = "padded", units: tuple[int, ...] = ()) -> float:
+    """Collectives that cost nothing."""
+    return 0.0
+
+
 def operator_times(
     graph: Graph,
     operator: Operator,

@@ -23,6 +23,7 @@ from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimi
 from pipefit.cost.memory_end import end_bytes, reduce_copy_bytes, state_share
 from pipefit.cost.memory_lanes import lane_limits, lane_parts, lanes_differ, state_shares
 from pipefit.cost.network import Network
+from pipefit.cost.operator_times import SILENT, CollectiveTime, free
 from pipefit.cost.overlap import Piece, hidden_s
 from pipefit.cost.packed import packed_costs
 from pipefit.cost.roofline import LayerCost, LayerCosts, Place, forward_alone
@@ -123,6 +124,31 @@ def _columns(
         return [_stage_costs(stage, tokens, past, work, network, layers, rings) for tokens, past in places]
     each = packed_costs(stage, lambda one: _stage_costs(one, one.slices[0], 0, work, network, layers, rings))
     return [{kind: StageCost(*costs) for kind, costs in one.items()} for one in each]
+
+
+def collective_shares(
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> list[Mapping[str, float]]:
+    """Of every slice, by kind of action (F, I, W and B), the part of its time that goes by in collectives over the
+    shard axis; of an average microbatch, where they differ. Arguments as of `stage_cost`."""
+    found = []
+    for tokens, past in slice_places(stage.slices):
+        whole, rest = (
+            worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings, silent).values())
+            for silent in (False, True)
+        )
+        pairs = {
+            "F": (whole.forward_s, rest.forward_s),
+            "I": (whole.input_s, rest.input_s),
+            "W": (whole.weight_s, rest.weight_s),
+            "B": (whole.backward_s, rest.backward_s),
+        }
+        found.append({kind: 1.0 - rest_s / whole_s if whole_s else 0.0 for kind, (whole_s, rest_s) in pairs.items()})
+    return found
 
 
 def layer_costs(
@@ -248,11 +274,14 @@ def _costs_by_place(
     network: Network,
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
+    silent: bool = False,
 ) -> Iterator[tuple[str, list[LayerCost]]]:
-    """(kind, the cost of every layer), for each distinct device of the group."""
+    """(kind, the cost of every layer), for each distinct device of the group. `silent`: as if collectives were free."""
     rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
     every = {stage.shares_of(index) for index in range(len(stage.layers))}
-    collectives = {shares: shard_collective(network, rings, shares) if rings else None for shares in every}
+    collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(every)
+    if rings:
+        collectives = {shares: free if silent else shard_collective(network, rings, shares) for shares in every}
     earlier = sum(before < past for _, before in slice_places(stage.slices))
     for device, replica, position in _distinct_places(stage, network):
         kind = network.kinds[device]
@@ -262,7 +291,7 @@ def _costs_by_place(
             places[shares] = Place(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
         for index, graphs in enumerate(stage.layers):
             shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
-            key, place = (rings, shares) if stage.shares else rings, places[shares]
+            key, place = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
             cost = layers.layer(graph, place, kind, precision, stage.recompute, collectives[shares], key)
             costs.append(forward_alone(cost) if index < stage.frozen else cost)
         yield kind.name, costs
@@ -281,10 +310,11 @@ def _stage_costs(
     network: Network,
     layers: LayerCosts,
     rings: tuple[tuple[int, ...], ...] | None = None,
+    silent: bool = False,
 ) -> Mapping[str, StageCost]:
     """The worst of the stage's devices, by kind."""
     by_kind: dict[str, list[StageCost]] = {}
-    for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings):
+    for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings, silent):
         by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
     return {kind: worst_stage(each) for kind, each in by_kind.items()}
 

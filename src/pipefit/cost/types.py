@@ -122,7 +122,7 @@ class KindMemory:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A transfer or a collective as ports see it."""
+    """A transfer, a collective, or an action with collectives of its own, as ports see it."""
 
     ports: tuple[int, ...]
     use: tuple[float, ...]
@@ -134,7 +134,8 @@ class Flow:
 
 
 FlowKey = tuple[str, int, int, int]
-"""("F" or "B", index of the edge in `CostTable.edges`, slice, pipeline), or ("REDUCE" or "GATHER", stage, 0, 0)."""
+"""("SEND_F" or "SEND_B", index of the edge in `CostTable.edges`, slice, pipeline), ("REDUCE" or "GATHER", stage, 0, 0),
+or (F, I, W or B, stage, slice, pipeline)."""
 
 
 @dataclass(frozen=True, slots=True)

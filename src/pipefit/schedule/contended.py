@@ -18,7 +18,7 @@ from pipefit.schedule.compile import TaskGraph, task_graph
 from pipefit.schedule.fluid import share
 from pipefit.schedule.kernel import choose
 from pipefit.schedule.problem import Edge
-from pipefit.schedule.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, Floats, Ints
+from pipefit.schedule.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
 from pipefit.schedule.times import Times, durations, run
 
 COMPILED_FROM = 15_000
@@ -125,7 +125,7 @@ def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, 
     found = np.full(copies.size, -1, dtype=np.int64)
     for pipeline in range(len(shared.pipelines)):
         own = copies.of(pipeline)
-        for code, way in ((SEND_F, "F"), (SEND_B, "B")):
+        for code, way in ((SEND_F, "SEND_F"), (SEND_B, "SEND_B")):
             tasks = np.flatnonzero(graph.kind == code)
             lookup = np.array(
                 [
@@ -135,6 +135,16 @@ def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, 
                 dtype=np.int64,
             )
             found[own[tasks]] = lookup[graph.edge[tasks], graph.slice[tasks]]
+        for code, kind in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
+            lookup = np.array(
+                [
+                    [known.get((kind, stage, slice_, pipeline), -1) for slice_ in range(_slices(graph))]
+                    for stage in range(graph.schedule.stages)
+                ],
+                dtype=np.int64,
+            )
+            tasks = np.flatnonzero(graph.kind == code)
+            found[own[tasks]] = lookup[graph.stage[tasks], graph.slice[tasks]]
     for code, name in ((REDUCE, "REDUCE"), (GATHER, "GATHER")):
         for task in np.flatnonzero((graph.kind == code) & graph.plain).tolist():
             found[copies.base[task]] = known.get((name, int(graph.stage[task]), 0, 0), -1)
