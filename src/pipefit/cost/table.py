@@ -135,7 +135,7 @@ def collective_shares(
 ) -> list[Mapping[str, float]]:
     """Of every slice, by kind of action (F, I, W and B), the part of its time that goes by in collectives over the
     shard axis; of an average microbatch, where they differ. Arguments as of `stage_cost`."""
-    found = []
+    found: list[Mapping[str, float]] = []
     for tokens, past in slice_places(stage.slices):
         whole, rest = (
             worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings, silent).values())
