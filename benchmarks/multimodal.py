@@ -114,7 +114,9 @@ def main() -> int:
         before = known.get(name, {"rows": []}) if arguments.case and cases else {"rows": []}
         rows = [{"provenance": before["provenance"], **row} for row in before["rows"]]
         for row in SECTIONS[name](arguments):
-            rows = [one for one in rows if not cases or case_of(one) != case_of(row)] + [row]
+            named = [case_of(one) for one in rows] if cases else []
+            at = named.index(case_of(row)) if cases and case_of(row) in named else len(rows)
+            rows[at : at + 1] = [row]
             known[name] = {"rows": rows, "provenance": provenance()}
             write_result(arguments.json, {section: known[section] for section in SECTIONS if section in known})
     return 0
@@ -163,10 +165,7 @@ def lab(arguments: argparse.Namespace) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    trained = [one for one in multimodal_lab.CASES if one[1] == "trained"]
-    frozen = [one for one in multimodal_lab.CASES if one[1] != "trained"]
-    yield from _cases(multimodal_lab.MANY_SAMPLES, trained, arguments)
-    yield from _cases(multimodal_lab.FROZEN_MODULES, frozen, arguments)
+    yield from _cases(multimodal_lab.MANY_SAMPLES, multimodal_lab.CASES, arguments)
 
 
 def few_samples(arguments: argparse.Namespace) -> Rows:

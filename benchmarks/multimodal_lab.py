@@ -1,8 +1,7 @@
 """Plans of a small multimodal model really run in a lab, beside monolithic layouts, by sigma and way of training.
 
-The cluster `modules` of benchmarks/data/clusters (where modules are frozen, `modules-slower`) is made as a lab and
-measured by `pipefit profile`; nothing else is known. Every plan trains on the samples of one index, step by step the
-same ones. Rivals:
+The cluster `modules-slower` of benchmarks/data/clusters is made as a lab and measured by `pipefit profile`; nothing
+else is known. Every plan trains on the samples of one index, step by step the same ones. Rivals:
 
 - `paper`: DistTrain's baseline. Every module has the language model's replicas and SHARDS; encoder and generator are
   stages of their own, first and last; the language model has the fewest stages that fit. Of what is left to choose
@@ -47,7 +46,7 @@ from pipefit.plan.modules.samples import Samples
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.types import Arranging, Job, Plan
 
-LAB, MANY = "modules", "many"
+LAB, MANY = "modules-slower", "many"
 JOB = Job(batch=32, sequence=SEQUENCE, precision="float32")
 SHARDS = 2
 """Of the language model in the paper's kind of layout."""
@@ -115,8 +114,7 @@ class Setting:
 
 
 MANY_SAMPLES = Setting(LAB, JOB, make_samples, PROFILE, also=("all but projector frozen",))
-FROZEN_MODULES = replace(MANY_SAMPLES, lab="modules-slower")
-"""Many samples where modules are frozen: their nearly empty actions keep to the pace of slower devices."""
+"""Four times as many samples as devices."""
 
 FEW_SAMPLES = Setting(
     "one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, LONG_PROFILE,
