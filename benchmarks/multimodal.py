@@ -14,6 +14,7 @@ Sections, each of which can be measured again by `--only` beside the others of a
 - `arranging`: balancing and ordering, apart and together, against random order (multimodal_order.py), simulated.
 - `lab`: plans of a small model really run beside monolithic layouts (multimodal_lab.py; needs root).
 - `few-samples`: likewise, where there are fewer samples than devices, and small modules are inefficient over shards.
+- `together`: one layout really run whose encoder takes one microbatch at a time, or several.
 - `arranging-lab`: one layout really run with its samples in random order, balanced, ordered, and both.
 
     python benchmarks/multimodal.py [--quick] [--only SECTION] [--case NAME] [--cluster FOLDER] [--json PATH]
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from multimodal_order import SETTINGS, simulated_gains
+from pipefit.cluster import Cluster
 from pipefit.plan.modules.inline import inline_layouts
 from pipefit.plan.modules.orchestrate import Arrangement, Orchestration, can_share, orchestrate
 from pipefit.plan.modules.profile import ModuleProfile, Way
@@ -177,20 +179,40 @@ def few_samples(arguments: argparse.Namespace) -> Rows:
 
 def _cases(setting: Any, cases: Sequence[tuple[float, str]], arguments: argparse.Namespace) -> Rows:
     import multimodal_lab
-    from pipefit.cluster import load, save
 
     asked = [one for one in cases if not arguments.case or f"{one[0]} {one[1]}" in arguments.case]
     if not asked:
         return
-    known = Path(arguments.cluster) / f"{setting.lab}.json" if arguments.cluster else None
-    cluster = load(known) if known and known.is_file() else setting.cluster()
-    if known:
-        save(cluster, known)
+    cluster = _profiled(setting, arguments)
     for sigma, training in asked:
         row = multimodal_lab.case(setting, cluster, sigma, training)
         row |= {"provenance": provenance(), "profiled": cluster.provenance.when}
         multimodal_lab.show(row)
         yield row
+
+
+def _profiled(setting: Any, arguments: argparse.Namespace) -> Cluster:
+    """The cluster of a lab, as it was profiled before or is now."""
+    from pipefit.cluster import load, save
+
+    known = Path(arguments.cluster) / f"{setting.lab}.json" if arguments.cluster else None
+    cluster: Cluster = load(known) if known and known.is_file() else setting.cluster()
+    if known:
+        save(cluster, known)
+    return cluster
+
+
+def together(arguments: argparse.Namespace) -> Rows:
+    """An encoder that takes several microbatches at a time."""
+    import multimodal_lab
+
+    setting = multimodal_lab.MANY_SAMPLES
+    cluster = _profiled(setting, arguments)
+    found = multimodal_lab.together(setting, cluster, sigma=0.5) | {"profiled": cluster.provenance.when}
+    for name, one in found["plans"].items():
+        late = "" if one["valid"] else ", INVALID"
+        print(f"{name}: {one['measured_s']:.3f} s, predicted {one['predicted_s']:.3f} s{late}", flush=True)
+    yield found
 
 
 def arranging_lab(arguments: argparse.Namespace) -> Rows:
@@ -210,6 +232,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Rows]] = {
     "arranging": arranging,
     "lab": lab,
     "few-samples": few_samples,
+    "together": together,
     "arranging-lab": arranging_lab,
 }
 

@@ -84,6 +84,16 @@ ARRANGED = (
 ARRANGED_JOB = replace(JOB, batch=128)
 """The layout under which arrangements are compared: that of the first of the reference's settings."""
 
+TOGETHER = (
+    "modules=shared", "language.replicas=2", "language.stages=2", "language.shards=2", "language.recompute=full",
+    "vision.replicas=4", "vision.shards=1", "vision.recompute=full", "vision.divide=samples", "generator.replicas=2",
+    "generator.shards=2", "generator.recompute=none", "generator.divide=samples", "microbatches=8", "schedule=1f1b",
+    "zero1=true",
+)  # fmt: skip
+MULTIPLES = (1, 2, 4)
+"""The layout under which an encoder takes so many microbatches at a time, whole on every device of the two lanes of the
+language model that it shares: that of the largest model's plan, small."""
+
 GAIN, UTILISATION = 1.5, 0.547
 """Asked for at sigma 0.5, trained: how many times as fast as the paper's kind, and what is used of the devices."""
 
@@ -156,7 +166,7 @@ def case(setting: Setting, cluster: Cluster, sigma: float, training: str) -> dic
         "efficiency": monolithic.efficiency(),
         "shares": monolithic.shares(),
         "useful_s": useful_s,
-        "plans": {name: row(found[name], runs[name], useful_s, chosen.get(name)) for name in found},
+        "plans": {name: row(found[name], runs[name], chosen.get(name)) for name in found},
     }
 
 
@@ -170,6 +180,25 @@ def ran(lab_name: str, plans: Mapping[str, Plan], model: Model, index: Path) -> 
                 again = run_plans(lab, [plans[name] for name in left], model, warm=WARM, steps=STEPS, samples=index)
                 runs |= dict(zip(left, again, strict=True))
     return runs
+
+
+def together(setting: Setting, cluster: Cluster, sigma: float) -> dict[str, Any]:
+    """One layout whose encoder takes one or several microbatches at a time, predicted and measured."""
+    model, job = setting.model(), setting.job
+    with samples_of(sigma, job, setting.make) as (index, samples):
+        plans = {
+            f"{multiple} at a time": make_plan(
+                model, cluster, job, parse_pins([*TOGETHER, f"vision.multiple={multiple}"]), samples=samples,
+                arrange=arranged_samples,
+            )
+            for multiple in MULTIPLES
+        }  # fmt: skip
+        runs = ran(setting.lab, plans, model, index)
+    return {
+        "lab": setting.lab,
+        "sigma": sigma,
+        "plans": {name: row(plan, runs[name], None) for name, plan in plans.items()},
+    }
 
 
 def arranged() -> dict[str, Any]:
@@ -238,7 +267,7 @@ def rivals(rated: Sequence[Rated]) -> dict[str, Rated]:
     return found
 
 
-def row(plan: Plan, run: Measured, useful_s: float, rival: Rated | None) -> dict[str, Any]:
+def row(plan: Plan, run: Measured, rival: Rated | None) -> dict[str, Any]:
     """A plan, predicted and measured. Utilisation is useful time over device time, all devices counted."""
     assert plan.prediction is not None
     step_s, predicted_s = float(np.mean(run.step_s)), plan.prediction.step_s
