@@ -42,6 +42,15 @@ def test_faster_links_are_those_of_a_cluster_with_twice_the_bandwidth_and_half_t
     assert again < 0.66 * plan.prediction.step_s, "links are what this plan waits for"
 
 
+def test_collectives_inside_layers_are_faster_on_faster_links() -> None:
+    slow = parse_spec("2x2xA100-80:10MB/s")
+    plan = make_plan(toy_model(3), slow, JOB, {"shards": (1, 1, 1, 1), "sharding": "megatron"})
+    assert plan.prediction is not None
+    found = {one.change: one for one in plan.prediction.sensitivity}["links twice as fast"]
+    assert found.step_s == pytest.approx(simulate_plan(plan, toy_model(3), faster_links(slow)).timeline.makespan_s)
+    assert found.step_s < 0.66 * plan.prediction.step_s
+
+
 def test_one_more_host_is_what_planning_on_the_larger_cluster_finds() -> None:
     """The larger search differs only in what the sensitivity holds; the toy's best plans agree in that."""
     job = Job(batch=12, sequence=65536)

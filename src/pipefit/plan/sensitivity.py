@@ -13,6 +13,7 @@ from typing import Any
 from pipefit.cluster.measured import Measured, Sharing
 from pipefit.cluster.types import Cluster, Link, Rail
 from pipefit.cost.contention import with_contention
+from pipefit.cost.curves import best_costs
 from pipefit.cost.network import Network
 from pipefit.cost.table import cost_table
 from pipefit.errors import PlanError
@@ -112,8 +113,10 @@ def _again(name: str) -> str:
 def _on_faster_links(bench: Workbench, best: Evaluated) -> float:
     simulation = best.simulation
     network = Network(faster_links(bench.cluster))
-    costs = cost_table(simulation.work, network, bench.layers)
-    costs = with_contention(costs, simulation.work, network, bench.layers)
+    # The bench's layers remember collectives by their devices, at the speed of its own links.
+    layers = best_costs(network.cluster, graphs=bench.model.graphs.values())
+    costs = cost_table(simulation.work, network, layers)
+    costs = with_contention(costs, simulation.work, network, layers)
     return simulate(simulation.timeline.schedule, costs).makespan_s
 
 
