@@ -196,7 +196,7 @@ def test_an_action_shares_nothing_with_its_own_lane() -> None:
         measured(None, devices=2), replicas=(1, 1), shards=(1, 1), sharding="megatron", microbatches=2,
         devices=(0, 2, 1, 3),
     )  # fmt: skip
-    assert {"F", "REDUCE"} <= {key[0] for key in found.flows} and found.ports == 0
+    assert not found.flows and found.ports == 0
 
 
 def test_many_replicas_go_in_step() -> None:

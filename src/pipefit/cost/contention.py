@@ -306,7 +306,8 @@ def _loads_of(
 
 def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load], lanes: Mapping[FlowKey, int]) -> Contention:
     """Ports that several flows use, by number; who is alone on a port has nobody to share it with. Flows of the same
-    one of `lanes` are never there at the same time, or allow for each other."""
+    one of `lanes` are never there at the same time, or allow for each other. Those that neither share nor take turns
+    are left out."""
     users: dict[Port, set[object]] = defaultdict(set)
     for key, load in loads.items():
         for port in load.seconds:
@@ -316,6 +317,8 @@ def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load], lanes:
     flows = {}
     for key, load in loads.items():
         shared = [(port, s) for port, s in load.seconds.items() if s > 0.0 and port in numbers]
+        if not shared and load.queue is None:
+            continue
         flows[key] = Flow(
             ports=tuple([numbers[port] for port, _ in shared]),
             use=tuple([min(1.0, s / load.duration_s) for _, s in shared]),
