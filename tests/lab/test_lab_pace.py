@@ -116,7 +116,7 @@ class Clock:
 class Program:
     """A stage of three layers whose real work takes no time; it announces its layers' gradients, last first."""
 
-    recompute, shard = "none", None
+    recompute, shard, frozen = "none", None, 0
 
     def __init__(self, work: Callable[[], None] = lambda: None, last: Callable[[], None] = lambda: None) -> None:
         """`work` before the first layer of an action, and `last` before the last one of a backward."""
@@ -184,6 +184,7 @@ def test_packed_rows_are_paced_by_the_squares_of_their_images_and_seams_by_their
     assert pace.stage_layer_s(device.table, block, "W", sizes) == 0.0, "its weights are frozen"
     program.input_gradient = False
     program.layers = (*program.layers, SimpleNamespace(graph=model.layer_graph(model.modules[0].layers[-1]), shares=()))
+    program.frozen = 1
     frozen_s, projector_s = stage._layer_times("I", sizes)
     assert frozen_s == 0.0 < projector_s, "nothing before the projector is trained"
     data = {"image_places": torch.zeros(1, 9), "condition_places": torch.zeros(1, 4)}

@@ -132,3 +132,46 @@ def test_modules_over_uneven_shards():
     ways = [(MIXED, False, "none", "B"), (MIXED, True, "selective", "IW"), (EMPTY, True, "none", "B")]
     cases = [(images, (2, 1), sp, recompute, mode) for images, sp, recompute, mode in ways]
     assert run_processes(check, 2, *captured(), cases) == [len(cases)] * 2
+
+
+def encoder_step(config, model, recompute, input_gradient):
+    """(calls of every layer, pieces kept by the forward, gradients, what goes back, places announced) of a step of the
+    encoder's stage."""
+    _, layers, batch = prepared(config, MIXED)
+    values = {layer.parameter_names[n]: p.detach() for layer in layers for n, p in layer.named_parameters()}
+    (module,) = (one for one in model.modules if one.name == "vision")
+    local = [StageLayer(one.name, model.layer_graph(one), one.parameters) for one in module.layers]
+    program = StageProgram(local, recompute=recompute, dtype=torch.float64, input_gradient=input_gradient)
+    for name, parameter in program.parameters.items():
+        parameter.data.copy_(values[name])
+    gradients = {name: torch.zeros_like(p.data) for name, p in program.parameters.items() if p.requires_grad}
+    program.bind_gradients(gradients)
+    calls, announced = [0] * len(local), []
+
+    def counted(call, place):
+        def count(*given):
+            calls[place] += 1
+            return call(*given)
+
+        return count
+
+    for stretch in program.stretches:
+        stretch.calls = [counted(call, stretch.first + at) for at, call in enumerate(stretch.calls)]
+    program.begin_step(0, 1)
+    program.on_layer_gradients = announced.append
+    out = program.forward(0, 0, {}, feed_of(batch["vision"]))
+    kept = len(program._records[0, 0].pieces)
+    back = program.backward(0, 0, {name: torch.ones_like(value) for name, value in out.items()})
+    return calls, kept, gradients, back, announced
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_before_all_that_is_trained_are_neither_kept_nor_run_again(recompute) -> None:
+    config, _ = captured()
+    model = capture("multimodal", {**config, "frozen": ["vision.encoder"]})
+    _, _, wanted, _, _ = encoder_step(config, captured()[1], "none", True)
+    calls, kept, gradients, back, announced = encoder_step(config, model, recompute, False)
+    assert calls[:-1] == [1] * (len(calls) - 1) and kept == 1 and not back
+    assert announced == [*reversed(range(len(calls)))]
+    assert gradients and set(gradients) < set(wanted)
+    compare(gradients, {name: wanted[name] for name in gradients})

@@ -197,7 +197,7 @@ class PacedStage:
     def _layer_times(self, kind: str, sizes: Mapping[str, int]) -> list[float]:
         key = (kind, *sizes.values())
         if key not in self._known:
-            recompute, still = self._program.recompute, 0 if kind == "F" else self._without_backward()
+            recompute, still = self._program.recompute, 0 if kind == "F" else self._program.frozen
             self._known[key] = [
                 0.0
                 if place < still
@@ -205,13 +205,6 @@ class PacedStage:
                 for place, layer in enumerate(self._program.layers)
             ]
         return self._known[key]
-
-    def _without_backward(self) -> int:
-        """How many layers at the beginning are frozen, where nothing before the stage is trained either."""
-        if getattr(self._program, "input_gradient", True):
-            return 0
-        trained = (any(spec.trainable for spec in layer.graph.parameters) for layer in self._program.layers)
-        return next((place for place, one in enumerate(trained) if one), 0)
 
     def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
         """The sizes of a layer with shares of its own."""

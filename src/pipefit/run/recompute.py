@@ -28,6 +28,8 @@ class Stretch:
         self.first = first
         self.calls = [function.call for function in functions]
         self.again = again
+        self.trained = True
+        "Whether a gradient flows back through it."
         produced = [name for function in functions for name in function.extra_outputs]
         used = [name for function in functions for name in function.extra_inputs]
         self.produced = tuple(produced)
@@ -99,6 +101,31 @@ class Stretch:
         return x
 
 
+class Frozen(Stretch):
+    """Layers at the beginning of a stage that have no backward: neither they nor anything before them is trained."""
+
+    def __init__(self, functions: Sequence[LayerFunction]) -> None:
+        super().__init__(0, functions, again=False)
+        self.trained = False
+
+    def forward(self, record: Record, x: torch.Tensor | None, wanted: bool = True) -> torch.Tensor:
+        """Run the layers; nothing is kept."""
+        with torch.no_grad():
+            out: torch.Tensor = self._run(record, x, [])
+        return out
+
+    def backward(
+        self, record: Record, dy: torch.Tensor | None, extra: dict[str, torch.Tensor], done: Done
+    ) -> torch.Tensor | None:
+        """Drop the gradients of what the layers made."""
+        for name in self.produced:
+            extra.pop(name, None)
+        for place in reversed(range(len(self.calls))):
+            if done is not None:
+                done(place)
+        return None
+
+
 def _announcer(pending: list[int], place: int, done: Callable[[int], None]) -> Callable[..., None]:
     """A hook for the node that made the input of layer `place`: when it runs, that layer's gradients are complete."""
 
@@ -110,13 +137,17 @@ def _announcer(pending: list[int], place: int, done: Callable[[int], None]) -> C
 
 
 def stretches(
-    layers: Sequence[Any], functions: Sequence[LayerFunction], recompute: Literal["none", "selective", "full"]
+    layers: Sequence[Any],
+    functions: Sequence[LayerFunction],
+    recompute: Literal["none", "selective", "full"],
+    frozen: int = 0,
 ) -> list[Stretch]:
-    """Cut the layers of a stage into stretches; every recomputed layer is one of its own."""
-    result: list[Stretch] = []
-    open_since = 0
+    """Cut the layers of a stage into stretches; every recomputed layer is one of its own. The first `frozen` have no
+    backward."""
+    result: list[Stretch] = [Frozen(functions[:frozen])] if frozen else []
+    open_since = frozen
     for place, layer in enumerate(layers):
-        if effective_recompute(layer.graph, recompute) == "full":
+        if place >= frozen and effective_recompute(layer.graph, recompute) == "full":
             if open_since < place:
                 result.append(Stretch(open_since, functions[open_since:place], again=False))
             result.append(Stretch(place, functions[place : place + 1], again=True))

@@ -83,8 +83,12 @@ class StageProgram:
         self.functions = [
             self._compile(place, layer, seed, first_layer_index + place, modules) for place, layer in enumerate(layers)
         ]
-        self.stretches: list[Stretch] = stretches(self.layers, self.functions, recompute)
-        self.keeps, self.input_gradient = backward, input_gradient
+        self.keeps = backward
+        trains = [any(one.trainable for one in layer.graph.parameters) for layer in self.layers]
+        self.frozen = 0 if input_gradient or True not in trains else trains.index(True)
+        "Layers at the beginning that have no backward."
+        self.input_gradient = input_gradient
+        self.stretches: list[Stretch] = stretches(self.layers, self.functions, recompute, self.frozen)
         self.side_loss = side_loss
         self.has_loss = self.functions[-1].returns_loss or bool(side_loss)
         self.divisor = 1
@@ -148,7 +152,7 @@ class StageProgram:
         x, wanted = inputs.get(""), self.input_gradient
         for stretch in self.stretches:
             x = stretch.forward(record, x, wanted)
-            wanted = True
+            wanted = stretch.trained
         record.masks.clear()
         return self._outputs(record, x)
 
