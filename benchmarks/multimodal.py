@@ -106,6 +106,7 @@ def main() -> int:
         "--cluster",
         help="a folder with what `pipefit profile` found of labs: read where it is there, else profiled and kept",
     )
+    parser.add_argument("--lab", choices=("modules", "modules-slower"), help="of section `lab`, this lab alone")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     known: dict[str, Any] = {}
@@ -116,8 +117,9 @@ def main() -> int:
         before = known.get(name, {"rows": []}) if arguments.case and cases else {"rows": []}
         rows = [{"provenance": before["provenance"], **row} for row in before["rows"]]
         for row in SECTIONS[name](arguments):
-            named = [case_of(one) for one in rows] if cases else []
-            at = named.index(case_of(row)) if cases and case_of(row) in named else len(rows)
+            named = [(one.get("lab"), case_of(one)) for one in rows] if cases else []
+            own = (row.get("lab"), case_of(row)) if cases else None
+            at = named.index(own) if own in named else len(rows)
             rows[at : at + 1] = [row]
             known[name] = {"rows": rows, "provenance": provenance()}
             write_result(arguments.json, {section: known[section] for section in SECTIONS if section in known})
@@ -167,7 +169,11 @@ def lab(arguments: argparse.Namespace) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    yield from _cases(multimodal_lab.MANY_SAMPLES, multimodal_lab.CASES, arguments)
+    trained = [one for one in multimodal_lab.CASES if one[1] == "trained"]
+    if not arguments.lab or arguments.lab == multimodal_lab.LAB:
+        yield from _cases(multimodal_lab.MANY_SAMPLES, trained, arguments)
+    if arguments.lab != multimodal_lab.LAB:
+        yield from _cases(multimodal_lab.SLOWER, multimodal_lab.CASES, arguments)
 
 
 def few_samples(arguments: argparse.Namespace) -> Rows:
@@ -206,7 +212,7 @@ def together(arguments: argparse.Namespace) -> Rows:
     """An encoder that takes several microbatches at a time."""
     import multimodal_lab
 
-    setting = multimodal_lab.MANY_SAMPLES
+    setting = multimodal_lab.SLOWER
     cluster = _profiled(setting, arguments)
     found = multimodal_lab.together(setting, cluster, sigma=0.5) | {"profiled": cluster.provenance.when}
     for name, one in found["plans"].items():

@@ -27,7 +27,7 @@ from pipefit.plan.modules.parts import host_order, within_hosts
 from pipefit.plan.modules.polish import neighbours, polished
 from pipefit.plan.modules.samples import Arrange, Samples
 from pipefit.plan.modules.told import placements_told, shares_told
-from pipefit.plan.modules.trials import Trials, best_of_each, busiest_s, plain
+from pipefit.plan.modules.trials import Trials, best_of_each, best_of_grids, busiest_s, plain
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.types import Arranging, Job
 from pipefit.units import format_seconds
@@ -120,9 +120,12 @@ class _Finder:
                 break
             spare = max(2 * spare, min(lacking), SPARE * limit)
         self.reorder()
-        for start in best_of_each(self.trials.fitting, 1):
+        for start in best_of_each(best_of_grids(self.trials.fitting), 1):
             polished(start, self.around)
         self.settle()
+        if self.trials.fitting:
+            polished(self.trials.fitting[0], self.around)
+            self.settle()
 
     def around(self, one: Evaluated) -> list[Evaluated]:
         """What differs from it in one thing, as far as it fits; nothing where its actions come to too many."""
@@ -209,11 +212,15 @@ class _Finder:
 
     def settle(self) -> None:
         """The order of the best that fit on all sampled batches, by their mean over these, their microbatches put in
-        order as well; those that do not fit on all are left out."""
-        settled: list[Evaluated] = []
-        tried = set[int]()
-        while len(settled) < BEST and (len(tried) < TRIED or not settled):
-            left = best_of_each([one for one in self.trials.fitting if id(one) not in tried], BEST - len(settled))
+        order as well; those that do not fit on all are left out. As long as one that was not tried is faster on the
+        batch shown than the best of these on all, it is tried, too: what is left out may have been fast."""
+        settled = [one for one in self.trials.fitting if id(one) in self.step_s]
+        tried = {id(one) for one in settled}
+        while len(tried) < TRIED or not settled:
+            rest = [one for one in self.trials.fitting if id(one) not in tried]
+            best_s = min((self.step_s[id(one)] for one in settled), default=float("inf"))
+            faster = [one for one in sorted(rest, key=lambda one: one.rank)[:1] if one.step_s < best_s]
+            left = best_of_each(rest, BEST - len(settled)) if len(settled) < BEST else faster
             if not left:
                 break
             for one in left:

@@ -121,6 +121,16 @@ def best_of_each(some: Sequence[Evaluated], count: int) -> list[Evaluated]:
     return [one for one in ranked if id(one) in chosen]
 
 
+def best_of_grids(some: Sequence[Evaluated]) -> list[Evaluated]:
+    """The fastest of those whose modules have the same replicas, stages and shards, placed alike."""
+    first: dict[object, Evaluated] = {}
+    for one in sorted(some, key=lambda one: one.rank):
+        decisions = plain(one)
+        grids = tuple((name, len(own.replicas), own.stages, len(own.shards)) for name, own in decisions.modules)
+        first.setdefault((grids, decisions.guests, decisions.inline), one)
+    return [*first.values()]
+
+
 def plain(one: Evaluated) -> ModuleDecisions:
     """The choices of what was simulated."""
     assert isinstance(one.decisions, ModuleDecisions)
