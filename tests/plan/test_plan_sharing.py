@@ -194,7 +194,7 @@ def test_one_module_by_its_own_placement() -> None:
     check_plan(plan, three_modules(), CLUSTER)
     assert plan.decisions["vision.placement"] == "shared" and plan.decisions["generator.placement"] == "disjoint"
     lanes = dict(zip([stage.module for stage in plan.stages], plan.order.placement, strict=True))
-    assert lanes["vision"] == lanes["language"] == 1 and lanes["generator"] == 2
+    assert lanes["vision"] == lanes["language"] == 1 < lanes["generator"]
     assert "vision.stages" not in plan.decisions and plan.decisions["ahead"].isdigit()
 
 
