@@ -347,8 +347,8 @@ def test_messages_collectives_and_overheads_are_looked_up() -> None:
     cluster = measured_cluster(layer_graph())
     assert cluster.measured is not None
     host = (0, 0, 1, 1)
-    assert curves.collective_factors(cluster.measured, "all_reduce", host, True) == pytest.approx((2.0, 0.5))
-    assert curves.collective_factors(cluster.measured, "all_gather", host, True) == (1.0, 1.0)
+    assert curves.collective_factors(cluster.measured, "all_reduce", host, 2, True) == pytest.approx((2.0, 0.5))
+    assert curves.collective_factors(cluster.measured, "all_gather", host, 2, True) == (1.0, 1.0)
     assert curves.stage_overhead_s(cluster) == pytest.approx(2e-5)
     assert curves.stage_overhead_s(local(2)) == 0.0
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from plan_toys import toy_model
 
-from pipefit.cluster import Cluster, Host, parse_spec
+from pipefit.cluster import Cluster, Host, local, parse_spec
 from pipefit.cluster.measured import CollectiveCurve, Measured, RailCurve, Sharing, Uplink
 from pipefit.cluster.types import Provenance, Rail
 from pipefit.cost.collectives import all_gather_s, all_reduce_s
@@ -99,10 +99,34 @@ def test_collectives_inside_a_host_have_factors_of_their_own() -> None:
     assert cluster.measured is not None
     curves = (curve((0, 1), 2.0), curve((0, 2, 4, 6), 1.0), curve(tuple(range(8)), 1.21))
     network = Network(replace(cluster, measured=replace(cluster.measured, collectives=curves)))
-    assert network.collective_factors("all_reduce", inside=True) == pytest.approx((1.0, 2.0))
-    assert network.collective_factors("all_reduce", inside=False) == pytest.approx((1.0, 1.1))
+    assert network.collective_factors("all_reduce", 2, inside=True) == pytest.approx((1.0, 2.0))
+    assert network.collective_factors("all_reduce", 4, inside=False) == pytest.approx((1.0, 1.0))
     alone = Network(replace(cluster, measured=replace(cluster.measured, collectives=curves[:1])))
-    assert alone.collective_factors("all_reduce", inside=False) == pytest.approx((1.0, 2.0)), "better than nothing"
+    assert alone.collective_factors("all_reduce", 4, inside=False) == pytest.approx((1.0, 2.0)), "better than nothing"
+
+
+def test_collectives_have_the_factors_of_groups_of_the_nearest_size() -> None:
+    """One host of eight: pairs were measured twice, the whole host once. As ratios 4 is as near to 2 as to 8, 5 is
+    nearer to 8. A ring of two goes by the pairs' factors where a run has one."""
+
+    def curve(devices: tuple[int, ...], factor: float) -> CollectiveCurve:
+        return CollectiveCurve(
+            operation="all_reduce", devices=devices, sizes_bytes=(8,), time_s=(1.0,), spread=(0.0,),
+            latency_factor=1.0, bandwidth_factor=factor,
+        )  # fmt: skip
+
+    cluster = replace(local(8), measured=Measured(collectives=(
+        curve((0, 1), 1.0), curve((2, 3), 4.0), curve(tuple(range(8)), 0.5),
+    )))  # fmt: skip
+    network = Network(cluster)
+    found = {size: network.collective_factors("all_reduce", size, inside=True)[1] for size in (2, 3, 4, 5, 8)}
+    assert found == pytest.approx({2: 2.0, 3: 2.0, 4: (1.0 * 4.0 * 0.5) ** (1 / 3), 5: 0.5, 8: 0.5})
+    plain = Network(local(8))
+    for rings, factor in (([[4, 5], [6, 7]], 2.0), ([list(range(8))], 0.5)):
+        found_s, plain_s = (
+            all_reduce_s(each, rings, 80 * MB) - all_reduce_s(each, rings, 40 * MB) for each in (network, plain)
+        )
+        assert found_s == pytest.approx(factor * plain_s)
 
 
 def contention_of(cluster: Cluster, **choices: object) -> tuple[Contention, Workbench]:

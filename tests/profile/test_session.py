@@ -109,6 +109,20 @@ def test_three_local_processes_make_a_cluster_file(tmp_path: Path) -> None:
     assert not partial_path(output).exists()
 
 
+def test_collectives_are_measured_on_groups_as_runs_have_them() -> None:
+    """Of two hosts of four: all, each host, both heads, and pairs next to each other. The largest host is the one whose
+    times are kept; one rank has no groups."""
+    assert session.together([(0, 1, 2, 3), (4, 5, 6, 7)]) == [
+        [tuple(range(8))], [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4)], [(0, 1), (2, 3), (4, 5), (6, 7)],
+    ]  # fmt: skip
+    assert session.together([(0,), (1, 2, 3, 4, 5)]) == [
+        [(0, 1, 2, 3, 4, 5)], [(1, 2, 3, 4, 5)], [(0, 1)], [(1, 2), (3, 4)], [(1, 2, 3, 4)],
+    ]  # fmt: skip
+    assert session.together([(0, 1, 2)]) == [[(0, 1, 2)], [(0, 1)]]
+    assert session.together([(0,), (1,), (2,)]) == [[(0, 1, 2)]]
+    assert session.together([(0,)]) == []
+
+
 def test_all_hosts_are_at_work_while_collectives_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices of a run's other hosts do not wait for it: three hosts, one of a single device."""
     asked: dict[int, list[tuple[int, ...]]] = {}

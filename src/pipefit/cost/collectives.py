@@ -89,7 +89,7 @@ def passes_backwards(network: Network, operation: str) -> bool:
 
 def _ring_time(network: Network, operation: str, rings: Rings) -> RingTime:
     ring = ring_of(network, operation, rings)
-    latency, per_byte = network.collective_factors(operation, network.inside(rings))
+    latency, per_byte = network.collective_factors(operation, ring.hops, network.inside(rings))
     return RingTime(ring.hops, ring.latency_s * latency, ring.s_per_byte * per_byte)
 
 

@@ -299,7 +299,8 @@ def _loads_of(
                 link_s = part / network.link(source, target).bandwidth_bytes_per_s
                 for port, load_s in network.loads(source, target, part, link_s):
                     seconds[port] += load_s
-        _, factor = network.collective_factors(operation, network.inside(rings))
+        longest = max(map(len, rings), default=1)
+        _, factor = network.collective_factors(operation, longest, network.inside(rings))
         network.hops[key] = factor, list(seconds.items())
     return network.hops[key]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -163,11 +164,12 @@ def rail_message_time_s(curve: RailCurve, source: int, target: int, size_bytes: 
     return along_knots(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
 
 
-def collective_factors(measured: Measured, operation: str, host: Sequence[int], inside: bool) -> tuple[float, float]:
-    """(latency factor, bandwidth factor) of a collective against a ring over its links: the geometric mean over the
-    measured groups inside one host, or over those on several; over all where there were none of these; and (1, 1)
-    where none was measured. `host` is the host of every device."""
-    curves = collective_curves(measured, operation, host, inside)
+def collective_factors(
+    measured: Measured, operation: str, host: Sequence[int], size: int, inside: bool
+) -> tuple[float, float]:
+    """(latency factor, bandwidth factor) of a collective on groups of `size` devices against a ring over its links: the
+    geometric mean over `collective_curves`; (1, 1) where it was not measured."""
+    curves = collective_curves(measured, operation, host, size, inside)
     if not curves:
         return 1.0, 1.0
     factors = np.log([(curve.latency_factor, curve.bandwidth_factor) for curve in curves])
@@ -176,12 +178,19 @@ def collective_factors(measured: Measured, operation: str, host: Sequence[int], 
 
 
 def collective_curves(
-    measured: Measured, operation: str, host: Sequence[int], inside: bool
+    measured: Measured, operation: str, host: Sequence[int], size: int, inside: bool
 ) -> tuple[CollectiveCurve, ...]:
-    """The measured groups inside one host, or those on several; all where there are none of these."""
-    curves = tuple(curve for curve in measured.collectives if curve.operation == operation)
-    alike = tuple(curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside)
-    return alike or curves
+    """The measured groups that are most like groups of `size` devices inside one host, or on several: those of that
+    reach (all where there are none of these), and of them those whose size is nearest, as a ratio. `host` is the host
+    of every device."""
+    curves = [curve for curve in measured.collectives if curve.operation == operation]
+    alike = [curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside] or curves
+
+    def away(curve: CollectiveCurve) -> Fraction:
+        return max(Fraction(size, len(curve.devices)), Fraction(len(curve.devices), size))
+
+    nearest = min(map(away, alike), default=None)
+    return tuple(curve for curve in alike if away(curve) == nearest)
 
 
 def times_at(curve: LayerCurve, place: Place) -> LayerTimes:

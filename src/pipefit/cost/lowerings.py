@@ -224,12 +224,12 @@ class Lowerings:
         gathers = "all_gather" if operation == "all_to_all" else operation
         called = GROUPED[gathers] if name == "grouped" else "all_to_all"
         inside = self.network.inside(self.rings)
-        curves = _direct_curves(self.network, called, inside)
+        curves = _direct_curves(self.network, called, self.size, inside)
         if not curves:
             unknown = name == "grouped" and not self.network.over_gloo
             return 1.0, GROUPED_OVER_EVEN[gathers, inside] if unknown else 1.0, None
         bend = Bend(curves, total_bytes, self.size, 2 if operation == "all_to_all" and name != "grouped" else 1)
-        return self.network.collective_factors(called, inside)[0], bend.even, bend
+        return self.network.collective_factors(called, self.size, inside)[0], bend.even, bend
 
     def plain(self, operation: str, name: Lowering) -> tuple[float, Rounds]:
         """The same by the links alone: an all-to-all posts its messages one after the other, NCCL's ring has n - 1 hops
@@ -339,19 +339,19 @@ def lowerings_over(network: Network, rings: Sequence[Sequence[int]]) -> Lowering
     return known[key]
 
 
-_DIRECT: WeakKeyDictionary[Network, dict[tuple[str, bool], tuple[DirectCurve, ...]]] = WeakKeyDictionary()
+_DIRECT: WeakKeyDictionary[Network, dict[tuple[str, int, bool], tuple[DirectCurve, ...]]] = WeakKeyDictionary()
 
 
-def _direct_curves(network: Network, called: str, inside: bool) -> tuple[DirectCurve, ...]:
+def _direct_curves(network: Network, called: str, size: int, inside: bool) -> tuple[DirectCurve, ...]:
     """What was measured of a direct collective, on groups like this one; none where it was not."""
     known, measured = _DIRECT.setdefault(network, {}), network.cluster.measured
-    if (called, inside) not in known:
-        curves = collective_curves(measured, called, network.host, inside) if measured else ()
-        known[called, inside] = tuple(
+    if (called, size, inside) not in known:
+        curves = collective_curves(measured, called, network.host, size, inside) if measured else ()
+        known[called, size, inside] = tuple(
             direct_curve(network, curve.operation, curve.devices, curve.sizes_bytes, curve.time_s, curve.latency_factor)
             for curve in curves
         )
-    return known[called, inside]
+    return known[called, size, inside]
 
 
 def direct_curve(

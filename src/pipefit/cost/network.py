@@ -87,7 +87,7 @@ class Network:
         "How the rings of a collective may be gone round: see `cost/collectives.py`."
         self.hops: dict[object, tuple[float, list[tuple[Port, float]]]] = {}
         "What they load a byte: see `cost/contention.py`."
-        self._factors: dict[tuple[str, bool], tuple[float, float]] = {}
+        self._factors: dict[tuple[str, int, bool], tuple[float, float]] = {}
 
     @cached_property
     def over_gloo(self) -> bool:
@@ -138,17 +138,18 @@ class Network:
             self._rings[key] = self._ring_time(key)
         return self._rings[key]
 
-    def collective_factors(self, operation: str, inside: bool = False) -> tuple[float, float]:
-        """What the latency and the seconds per byte of a ring are multiplied by, where collectives were measured:
-        rings `inside` hosts by what rings inside a host showed, the others by what those between hosts did."""
-        key = (operation, inside)
+    def collective_factors(self, operation: str, size: int, inside: bool = False) -> tuple[float, float]:
+        """What the latency and the seconds per byte of a ring of `size` devices are multiplied by, where collectives
+        were measured: rings `inside` hosts by what rings inside a host showed, the others by what those between hosts
+        did, and each by those of the nearest size."""
+        key = (operation, size, inside)
         if key not in self._factors:
             measured = self.cluster.measured
             if self.over_gloo and operation == "reduce_scatter" and not self.was_measured(operation):
                 self._factors[key] = 2.0, 2.0  # PyTorch's gloo backend sums it by an all-reduce
             else:
                 self._factors[key] = (
-                    collective_factors(measured, operation, self.host, inside) if measured else (1.0, 1.0)
+                    collective_factors(measured, operation, self.host, size, inside) if measured else (1.0, 1.0)
                 )
         return self._factors[key]
 

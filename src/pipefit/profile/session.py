@@ -6,8 +6,10 @@ links, so that a network that fails does not cost what needed none.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -97,25 +99,20 @@ class Profile(Session):
         self.show("devices", 1, 1)
 
     def _collectives(self, cluster: Cluster) -> None:
-        """On all devices, on the devices of one host while all others do the same, as groups of a run's replicas do,
-        and on one device of every host."""
-        hosts = [tuple(ranks) for ranks in self.hosts.values()]
-        wanted = [tuple(range(len(self.members)))]
-        if len(hosts) > 1:
-            wanted += [hosts[0], tuple(ranks[0] for ranks in hosts)]
-        groups = [ranks for ranks in dict.fromkeys(wanted) if len(ranks) > 1]
-        made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys((*groups, *hosts)) if len(ranks) > 1}
+        """On the groups of `together`, each round with those that work beside it."""
+        rounds = together([tuple(ranks) for ranks in self.hosts.values()])
+        made = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(itertools.chain(*rounds))}
         wire = Wire(self.board, self.device)
-        jobs = [(ranks, operation) for ranks in groups for operation in OPERATIONS]
+        jobs = [(beside, operation) for beside in rounds for operation in OPERATIONS]
         sizes = self.config.sizes_bytes[1:]
-        for done, (ranks, operation) in enumerate(jobs):
+        for done, (beside, operation) in enumerate(jobs):
             self.show("collectives", done, len(jobs))
+            ranks = beside[0]
             table: list[list[float]] = []
             for _ in range(self.config.link_rounds):
                 self.board.barrier()
                 own = []
-                beside = hosts if ranks in hosts else [ranks]
-                for mine in [each for each in beside if self.rank in each and each in made]:
+                for mine in [each for each in beside if self.rank in each]:
                     own = [wire.collective_times(operation, made[mine], len(mine), size) for size in sizes]
                 each = self.board.gather(own)
                 self.require_all("collectives")
@@ -125,6 +122,18 @@ class Profile(Session):
             spread = [(max(c) - min(c)) / t for c, t in zip(columns, time_s, strict=True)]
             self.found.collectives.append(collective_curve(cluster, operation, ranks, sizes, time_s, spread))
         self.show("collectives", len(jobs), len(jobs))
+
+
+def together(hosts: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """The groups that collectives are measured on, those of a round at the same time and the first one's times kept:
+    all ranks; on all hosts those of a host, as groups of a run's replicas are; inside all hosts 2, 4, 8 and so on
+    next to each other, as shards are; and one rank of every host."""
+    largest = sorted(hosts, key=len, reverse=True)
+    rounds = [[tuple(itertools.chain(*hosts))], largest, [tuple(ranks[0] for ranks in hosts)]]
+    for size in itertools.takewhile(lambda size: size < len(largest[0]), (2**power for power in itertools.count(1))):
+        rounds.append([host[at : at + size] for host in largest for at in range(0, len(host) - size + 1, size)])
+    several = {beside[0]: [ranks for ranks in beside if len(ranks) > 1] for beside in rounds}
+    return [beside for beside in several.values() if beside]
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -134,7 +134,7 @@ def make_question(work: PipelineWork, network: Network, layers: LayerCosts, time
         shards=shards,
         slots=len(used),
         **_flow_arrays(flows, slot_of, sizes, len(used)),
-        **_term_arrays(terms, len(lane_devices), network),
+        **_term_arrays(terms, len(lane_devices), replicas, network),
         row_start=np.array(row_start, dtype=np.int64),
         row_time=np.array(row_time, dtype=np.int64).reshape(-1, len(kinds)),
         kind=np.array(kind_of, dtype=np.int64),
@@ -149,7 +149,7 @@ def make_question(work: PipelineWork, network: Network, layers: LayerCosts, time
         tied=tied,
         term_of={("gather" if t.operation == "all_gather" else "reduce", t.stage): i for i, t in enumerate(terms)},
         row_of=row_of,
-        exact=whole and len(kinds) == 1 and not network.over_gloo and not _by_reach(terms, network),
+        exact=whole and len(kinds) == 1 and not network.over_gloo and not _by_group(terms, replicas, network),
     )
 
 
@@ -224,8 +224,8 @@ def _terms(work: PipelineWork, network: Network, layers: LayerCosts, timeline: T
     return sorted(found, key=lambda term: term.lane)
 
 
-def _term_arrays(terms: Sequence[Term], lanes: int, network: Network) -> dict[str, Any]:
-    factors = [network.collective_factors(term.operation) for term in terms]
+def _term_arrays(terms: Sequence[Term], lanes: int, replicas: int, network: Network) -> dict[str, Any]:
+    factors = [network.collective_factors(term.operation, replicas) for term in terms]
     lines = [line for term in terms for line in term.lines]
     return {
         "term_start": np.searchsorted([term.lane for term in terms], np.arange(lanes + 1)).astype(np.int64),
@@ -241,10 +241,10 @@ def _term_arrays(terms: Sequence[Term], lanes: int, network: Network) -> dict[st
     }
 
 
-def _by_reach(terms: Sequence[Term], network: Network) -> bool:
-    """Whether a collective was found to be otherwise inside a host than between hosts."""
-    factors = network.collective_factors
-    return any(factors(term.operation, True) != factors(term.operation, False) for term in terms)
+def _by_group(terms: Sequence[Term], replicas: int, network: Network) -> bool:
+    """Whether a collective was found to be otherwise inside a host than between hosts, or in groups of other sizes."""
+    groups = [(size, inside) for size in range(2, replicas + 1) for inside in (True, False)]
+    return any(len({network.collective_factors(term.operation, *group) for group in groups}) > 1 for term in terms)
 
 
 def _kinds(network: Network) -> tuple[list[int], list[int]]:
