@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from pipefit.cluster import local
 from pipefit.cluster.measured import LayerCurve, LayerPoint, Measured, Setting
 from pipefit.cluster.types import Cluster
 from pipefit.cost import curves
-from pipefit.cost.alike import products, whole_place
+from pipefit.cost.alike import Whole, products, whole_place
 from pipefit.cost.roofline import LayerCost, Place
 from pipefit.lab.pace import layer_facts
 from pipefit.lab.tables import KINDS, DeviceTable
@@ -80,6 +82,21 @@ def test_a_part_of_a_measured_layer_is_corrected_by_that_layer_at_the_same_sizes
     assert any(f"not measured; roofline, corrected as {BLOCK.name} was measured at the same sizes" in n for n in notes)
     plain, notes = cost(cluster, part)
     assert abs(error(plain, part)) > 0.05 and any("as measured layers showed" in note for note in notes)
+
+
+@pytest.mark.parametrize(("name", "sharding"), [("tiny", "megatron"), ("multimodal-tiny", "megatron-sp")])
+def test_a_part_is_told_from_parts_of_layers_with_the_same_products(name: str, sharding: str) -> None:
+    """The head, the embedding of images and the generator's output each have one product and nothing else alike."""
+    model = open_model(name)
+    whole, programs = Whole(model.graphs.values()), Programs(model)
+    several = 0
+    for layer in (layer for module in model.modules for layer in module.layers):
+        own = model.layer_graph(layer)
+        part = programs.program(layer, sharding, (1, 1)).graphs[0]
+        if products(own) and products(part) == products(own):
+            assert whole.alike(part)[0] is own, layer.name
+            several += len(whole.alike(part)) > 1
+    assert several >= (name == "multimodal-tiny")
 
 
 def test_rows_of_a_part_count() -> None:

@@ -108,6 +108,22 @@ def test_unseen_points_of_another_functional_form_within_five_percent(truth: Tru
         assert predicted == pytest.approx(truth(rows, tokens, past), rel=0.05), (rows, tokens, past)
 
 
+def test_slices_below_the_knee_do_not_bend_the_curve_above_it() -> None:
+    """The rate saturates along a Hill curve with its knee at 8 tokens: slices of 3 and 6 tokens take as long as 10, and
+    no row without context is so short."""
+
+    def early_knee(rows: int, tokens: int, past: int, earlier: int = 1) -> float:
+        count = rows * tokens
+        return 2.5e-3 * count * (1 + (8 / count) ** 1.2) + 1e-5 * count * (past + tokens / 2)
+
+    points, seconds = measured_points(early_knee, attention=True, sequence=48, most=96)
+    assert min(p.rows * p.tokens for p in points) < 4 < 13 <= min(p.rows * p.tokens for p in points if not p.past)
+    curve = fit_action(points, seconds, attention=True)
+    for rows, tokens, past in ((2, 48, 0), (1, 13, 0), (1, 16, 0), (1, 40, 0), (2, 24, 24), (1, 6, 36), (1, 3, 45)):
+        predicted = curves.action_time_s(curve, rows, tokens, past)
+        assert predicted == pytest.approx(early_knee(rows, tokens, past), rel=0.03), (rows, tokens, past)
+
+
 def test_a_layer_without_attention_needs_few_points() -> None:
     points, seconds = measured_points(no_attention, attention=False)
     assert len(points) <= 24

@@ -333,6 +333,38 @@ def test_collectives_inside_a_stage_come_on_top(monkeypatch: pytest.MonkeyPatch,
     assert device.counts.late == 0
 
 
+def test_collectives_begin_when_the_device_has_come_to_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two a layer, evenly over its time, whatever the real work before them takes; none is waited for after an action
+    of these sizes did another number of them. The action takes what it takes without, and the collectives."""
+    device, clock = emulate(monkeypatch, tmp_path, seed=11), Clock(monkeypatch)
+    monkeypatch.setattr(pace, "exchange_count", lambda *_: 2)
+    started: list[float] = []
+    wanted = 6
+
+    def collective() -> None:
+        started.append(clock.now)
+        clock.sleep(0.1)
+
+    def work() -> None:
+        for _ in range(wanted):
+            pace.exchanged(collective)
+
+    stage = pace.paced(Program(work))
+    own_s, layer_s = expected_s("F", 0), expected_s("F", 1) - expected_s("F", 0)
+    free_s = [own_s + (layer + part) * layer_s for layer in range(3) for part in (0.25, 0.75)]
+    for step in range(3):
+        stage.begin_step(step, 1)
+        started.clear()
+        begin = clock.now
+        stage.forward(0, 0, {}, FEED)
+        even = [begin + after_s + turn * 0.1 for turn, after_s in enumerate(free_s)]
+        at_once = [begin + turn * 0.1 for turn in range(wanted)]
+        assert started == pytest.approx(at_once if step == 2 else even[:wanted], abs=1e-9)
+        assert clock.now - begin == pytest.approx(expected_s("F") + wanted * 0.1)
+        wanted = 5
+    assert device.counts.late == 0
+
+
 def test_the_optimizer_step_takes_the_time_of_the_devices_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

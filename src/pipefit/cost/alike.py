@@ -3,12 +3,14 @@
 The part of a layer that one device of a group computes is seldom measured; the whole layer often is. Where a measured
 layer has the same products (the same kinds of operators, as often), what it takes at the very sizes, over what the
 roofline says of it there, corrects the part: attention and the knee of small sizes count there as much as in the whole.
-Elsewhere the mean over all measured layers of the kind of device has to do, each at its largest microbatch.
+Of several such layers that one counts of which it looks most like a part, by the rest of its operators and by the sizes
+of its parameters. Elsewhere the mean over all measured layers of the kind of device has to do, each at its largest
+microbatch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,13 +40,36 @@ class Whole:
 
     def __init__(self, graphs: Iterable[Graph]) -> None:
         self._by_products: dict[tuple[str, ...], list[Graph]] = {}
+        self._alike: dict[int, tuple[Graph, list[Graph]]] = {}
         for graph in graphs:
             self._by_products.setdefault(products(graph), []).append(graph)
 
     def alike(self, graph: Graph) -> Sequence[Graph]:
-        """Layers with the products of this one; none for one without products."""
-        wanted = products(graph)
-        return self._by_products.get(wanted, ()) if wanted else ()
+        """Layers with the products of this one, those first that it is most likely a part of (`likeness`); none for one
+        without products."""
+        if id(graph) not in self._alike:
+            wanted = products(graph)
+            found = self._by_products.get(wanted, []) if wanted else []
+            self._alike[id(graph)] = graph, sorted(found, key=lambda whole: -likeness(graph, whole))
+        return self._alike[id(graph)][1]
+
+
+def likeness(part: Graph, whole: Graph) -> float:
+    """How likely one is a part of the other, 0 to 2: the share of their operators that both have, and the share of the
+    part's parameters of which the other has one that is as long, but along one dimension."""
+    ours, theirs = (Counter(operator.kind for operator in graph.operators) for graph in (part, whole))
+    shapes = [parameter.shape for parameter in whole.parameters]
+    fitting = [any(_is_cut(own.shape, shape) for shape in shapes) for own in part.parameters]
+    both, either = (ours & theirs).total(), (ours | theirs).total()
+    return both / max(1, either) + sum(fitting) / max(1, len(fitting))
+
+
+def _is_cut(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of one shape may be cut out of the other, along one dimension."""
+    if len(part) != len(whole):
+        return False
+    others = [(own, size) for own, size in zip(part, whole, strict=True) if own != size]
+    return len(others) <= 1 and all(own < size for own, size in others)
 
 
 def products(graph: Graph) -> tuple[str, ...]:

@@ -1,14 +1,16 @@
-"""What a layer asks of an emulated device, by the sizes of its action, and how long the device's table takes for it."""
+"""What a layer asks of an emulated device, by the sizes of its action: how long the device's table takes for it, and
+how many collectives it does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from pipefit.cost.exchanges import exchanges_of
 from pipefit.lab.tables import DeviceTable, LayerFacts
 from pipefit.model.ops import graph_flops
 from pipefit.model.ops.packed_attention import SQUARES
-from pipefit.model.ops.saved import effective_recompute
+from pipefit.model.ops.saved import effective_recompute, kept
 from pipefit.model.ops.totals import graph_traffic_bytes, operator_flops
 
 _TRAFFIC = {"F": 1.0, "I": 1.5, "W": 0.7}
@@ -24,6 +26,18 @@ def stage_layer_s(
     if kind in "BI" and effective_recompute(graph, recompute) == "full":
         seconds += table.layer_time_s("F", facts)
     return seconds
+
+
+def exchange_count(graph: Any, kind: str, sizes: Mapping[str, int], recompute: Any = "none") -> int:
+    """How many collectives over the shard axis a layer does in an action."""
+    each = [exchanges_of(graph, operator, sizes, "float32") for operator in graph.operators]
+    again = sum(len(each[index].forward) for index in kept(graph, recompute, 4).again)
+    counts = {
+        "F": sum(len(one.forward) for one in each),
+        "I": sum(len(one.input_gradient) for one in each) + again,
+        "W": sum(len(one.weight_gradient) for one in each),
+    }
+    return counts["I"] + counts["W"] if kind == "B" else counts[kind]
 
 
 def layer_facts(graph: Any, sizes: Mapping[str, int]) -> dict[str, LayerFacts]:

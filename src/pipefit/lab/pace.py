@@ -3,7 +3,8 @@
 The one seam between the lab and the rooms that compute: `run/` and `profile/` pass their stages through `paced`, which
 gives them back as they are where `PIPEFIT_LAB` names no lab. A stage's last backward is paced layer by layer, so that
 reductions start when the emulated device would have started them. Time spent in collectives inside a stage comes on
-top of the device's time (`exchanged`). Waking up late is taken off the next action where it follows at once.
+top of the device's time (`exchanged`); each waits until the emulated device would have come to it, or ranks would wait
+there for each other's real work. Waking up late is taken off the next action where it follows at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipefit.lab.layer_work import exchange_count
 from pipefit.lab.layer_work import layer_facts as layer_facts
 from pipefit.lab.layer_work import stage_layer_s as stage_layer_s
 from pipefit.lab.tables import DeviceTable, LayerFacts
@@ -66,6 +68,9 @@ class Device:
         "Spent in collectives since this process began."
         self._turn = self._drawn = 0
         self._started = self._woke = self._debt_s = 0.0
+        self._due: Sequence[float] = ()
+        self._arrived = 0
+        self._before_s = 0.0
 
     def begin_step(self) -> None:
         """The device has cooled down between two steps."""
@@ -88,6 +93,21 @@ class Device:
         """When the action that starts now began on the emulated device: earlier, where the last one woke up late."""
         self._started = now = time.perf_counter()
         return now - self._debt_s if now - self._woke < AT_ONCE_S else now
+
+    def expect(self, due: Sequence[float]) -> None:
+        """The emulated device will come to its next collectives at these times, were they free."""
+        self._due, self._arrived, self._before_s = due, 0, self.exchange_s
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether there were as many collectives as expected."""
+        return self._arrived == len(self._due)
+
+    def arrive(self) -> None:
+        """Wait until the emulated device comes to the collective that is about to begin."""
+        if self._arrived < len(self._due):
+            self.wait_until(self._due[self._arrived] + self.exchange_s - self._before_s)
+        self._arrived += 1
 
     def wait_until(self, deadline: float) -> tuple[float, float]:
         """Sleep until then: (seconds that it was too late already, seconds that waking up took too long)."""
@@ -141,6 +161,8 @@ class PacedStage:
         self._steps = 0
         self._sizes: dict[tuple[int, int], dict[str, int]] = {}
         self._known: dict[tuple[object, ...], list[float]] = {}
+        self._arrivals: dict[tuple[object, ...], list[float]] = {}
+        "By action and sizes: when the device comes to each collective after the action began, were they free."
         self.on_layer_gradients: Callable[[int], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -187,7 +209,12 @@ class PacedStage:
 
         announces = done is not None and kind in "BW"
         self._program.on_layer_gradients = announce if announces else None
+        key = (kind, *sizes.values())
+        device.expect([began + after_s * factor for after_s in self._collectives(key, kind, sizes, layers_s)])
         result = work()
+        if not device.as_expected:
+            self._arrivals[key] = []
+        device.expect(())
         seconds = (device.table.action_s + sum(layers_s)) * factor
         exchanged_s = device.exchange_s - before_s
         warm = self._steps < 2
@@ -205,6 +232,23 @@ class PacedStage:
                 for place, layer in enumerate(self._program.layers)
             ]
         return self._known[key]
+
+    def _collectives(
+        self, key: tuple[object, ...], kind: str, sizes: Mapping[str, int], layers_s: Sequence[float]
+    ) -> list[float]:
+        """Seconds from the beginning of an action until the device comes to each of its collectives: those of a layer
+        evenly over the layer's time. None where an earlier such action did another number of them."""
+        if key not in self._arrivals:
+            found, begin_s = [], self._device.table.action_s
+            places = range(len(layers_s)) if kind == "F" else range(len(layers_s) - 1, -1, -1)
+            for place in places:
+                layer, runs = self._program.layers[place], kind == "F" or place >= self._program.frozen
+                own = self._own_sizes(layer, sizes)
+                count = exchange_count(layer.graph, kind, own, self._program.recompute) if runs else 0
+                found += [begin_s + (turn + 0.5) / count * layers_s[place] for turn in range(count)]
+                begin_s += layers_s[place]
+            self._arrivals[key] = found
+        return self._arrivals[key]
 
     def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
         """The sizes of a layer with shares of its own."""
@@ -267,10 +311,12 @@ def step_pacer(elements: int) -> Callable[[Any, float], None] | None:
 
 
 def exchanged(call: Callable[[], T]) -> T:
-    """Do `call`, a collective inside a stage; on an emulated device its time is not the device's."""
+    """Do `call`, a collective inside a stage, from its beginning to its end; an emulated device begins it when it has
+    come to it, and its time is not the device's."""
     found = device()
     if found is None:
         return call()
+    found.arrive()
     start = time.perf_counter()
     result = call()
     found.exchange_s += time.perf_counter() - start

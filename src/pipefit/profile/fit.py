@@ -92,7 +92,9 @@ def fit_layer(
 def _knots(points: Sequence[Point], seconds: Sequence[float], attention: bool) -> Array:
     """Numbers of tokens at which the curve may bend: those measured without context and, where attention costs, in
     rows of at most an eighth of the longest, where it hardly counts. There, most points lie elsewhere, and have a say
-    only between knots: so knots that bend by no more than `STRAIGHT` are left out, the straightest first."""
+    only between knots: so knots that bend by no more than `STRAIGHT` are left out, the straightest first.
+    Slices may have fewer tokens than any row without context: the curve begins with the fewest, or they would pull down
+    its first knot."""
     if not attention:
         return np.array(sorted({point.rows * point.tokens for point in points}), dtype=np.float64)
     short = max(SMALLEST, max(point.tokens for point in points if not point.past) // 8)
@@ -109,4 +111,5 @@ def _knots(points: Sequence[Point], seconds: Sequence[float], attention: bool) -
         if bend.min() > STRAIGHT:
             break
         knots, times = (np.delete(each, 1 + bend.argmin()) for each in (knots, times))
-    return knots
+    least = min(point.rows * point.tokens for point in points)
+    return knots if least >= knots[0] else np.concatenate(([least], knots))

@@ -119,7 +119,7 @@ def _gather_padded(x: torch.Tensor, lengths: Sequence[int], context: ShardContex
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: len(x)] = x
     out = x.new_empty((longest * context.size, *x.shape[1:]))
-    exchanged(comms.all_gather(out, padded, context.group).wait)
+    exchanged(lambda: comms.all_gather(out, padded, context.group).wait())
     if min(lengths) < longest:
         out = torch.cat([out[i * longest : i * longest + length] for i, length in enumerate(lengths)])
     return out
@@ -132,9 +132,13 @@ def _gather_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardConte
     if x.is_cuda:
         exchanged(lambda: dist.all_gather(list(parts), x, group=context.group))  # NCCL: one launch of broadcasts
         return out
-    for root, part in enumerate(parts):
-        if part.numel():
-            exchanged(dist.broadcast(part, group=context.group, group_src=root, async_op=True).wait)
+
+    def broadcasts() -> None:
+        for root, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group=context.group, group_src=root, async_op=True).wait()
+
+    exchanged(broadcasts)
     return out
 
 
@@ -153,7 +157,7 @@ def _scatter_padded(x: torch.Tensor, lengths: Sequence[int], context: ShardConte
         for i, part in enumerate(x.split(list(lengths))):
             padded[i * longest : i * longest + len(part)] = part
     out = x.new_empty((longest, *x.shape[1:]))
-    exchanged(comms.reduce_scatter(out, padded, context.group).wait)
+    exchanged(lambda: comms.reduce_scatter(out, padded, context.group).wait())
     return out[: lengths[context.position]]
 
 
@@ -163,13 +167,18 @@ def _scatter_grouped(x: torch.Tensor, lengths: Sequence[int], context: ShardCont
     if x.is_cuda:
         exchanged(lambda: dist.reduce_scatter(own, parts, group=context.group))  # NCCL: one launch of reduces
         return own
-    for root, part in enumerate(parts):
-        if part.numel():
-            total = part.clone()  # what comes back on the others is undefined
-            exchanged(dist.reduce(total, group=context.group, group_dst=root, async_op=True).wait)
-            if root == context.position:
-                own = total
-    return own
+
+    def reduces() -> torch.Tensor:
+        summed = own
+        for root, part in enumerate(parts):
+            if part.numel():
+                total = part.clone()  # what comes back on the others is undefined
+                dist.reduce(total, group=context.group, group_dst=root, async_op=True).wait()
+                if root == context.position:
+                    summed = total
+        return summed
+
+    return exchanged(reduces)
 
 
 def _scatter_alltoallv(x: torch.Tensor, lengths: Sequence[int], context: ShardContext) -> torch.Tensor:
