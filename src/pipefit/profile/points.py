@@ -18,7 +18,7 @@ from pipefit.plan.ragged import CONDITIONS
 
 MOST_POINTS = 39
 SMALLEST = 16
-"Tokens of the smallest microbatch that is measured."
+"Tokens of the smallest microbatch that is measured, of sequences of 16 times as many and more."
 BENDS = 0.02
 "A knot that its neighbours miss by more than this share is in the knee."
 
@@ -99,7 +99,7 @@ def first_points(graph: Graph, sequence: int, most_tokens: int) -> list[Point]:
 
     A layer without attention depends on its number of tokens alone.
     """
-    points = [_with_tokens(count, sequence) for count in token_counts(most_tokens)]
+    points = [_with_tokens(count, sequence) for count in token_counts(most_tokens, sequence)]
     if any(operator.kind == "attention" for operator in graph.operators):
         points += attention_points(sequence, most_tokens)[: max(0, MOST_POINTS - _KNEE - len(points))]
     elif any(operator.kind == "packed_attention" for operator in graph.operators):
@@ -119,10 +119,11 @@ def row_points(tokens: int, most_tokens: int) -> list[Point]:
     return [Point(1 << power, tokens) for power in range(most.bit_length())]
 
 
-def token_counts(most_tokens: int) -> list[int]:
-    """Powers of two parts of `most_tokens`, ascending, down to `SMALLEST`."""
-    counts = [max(1, most_tokens)]
-    while counts[-1] // 2 >= SMALLEST:
+def token_counts(most_tokens: int, sequence: int) -> list[int]:
+    """Powers of two parts of `most_tokens`, ascending, down to `SMALLEST`, or a sixteenth of a shorter sequence: its
+    images are small, and some microbatches have few."""
+    counts, smallest = [max(1, most_tokens)], max(1, min(SMALLEST, sequence // 16))
+    while counts[-1] // 2 >= smallest:
         counts.append(counts[-1] // 2)
     return counts[::-1]
 
