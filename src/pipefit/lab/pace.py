@@ -163,6 +163,8 @@ class PacedStage:
         self._known: dict[tuple[object, ...], list[float]] = {}
         self._arrivals: dict[tuple[object, ...], list[float]] = {}
         "By action and sizes: when the device comes to each collective after the action began, were they free."
+        self._counts: dict[tuple[int, str], int] = {}
+        "By layer and action: collectives."
         self.on_layer_gradients: Callable[[int], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -242,13 +244,19 @@ class PacedStage:
             found, begin_s = [], self._device.table.action_s
             places = range(len(layers_s)) if kind == "F" else range(len(layers_s) - 1, -1, -1)
             for place in places:
-                layer, runs = self._program.layers[place], kind == "F" or place >= self._program.frozen
-                own = self._own_sizes(layer, sizes)
-                count = exchange_count(layer.graph, kind, own, self._program.recompute) if runs else 0
+                runs = kind == "F" or place >= self._program.frozen
+                count = self._exchange_count(place, kind, sizes) if runs else 0
                 found += [begin_s + (turn + 0.5) / count * layers_s[place] for turn in range(count)]
                 begin_s += layers_s[place]
             self._arrivals[key] = found
         return self._arrivals[key]
+
+    def _exchange_count(self, place: int, kind: str, sizes: Mapping[str, int]) -> int:
+        if (place, kind) not in self._counts:
+            layer = self._program.layers[place]
+            own = self._own_sizes(layer, sizes)
+            self._counts[place, kind] = exchange_count(layer.graph, kind, own, self._program.recompute)
+        return self._counts[place, kind]
 
     def _own_sizes(self, layer: Any, sizes: Mapping[str, int]) -> Mapping[str, int]:
         """The sizes of a layer with shares of its own."""
