@@ -31,15 +31,12 @@ NEAR, BETWEEN = 40e6, 1e6
 FLOPS = 1.0e9
 MB = 10**6
 
-MODULES_FLOPS, MODULES_MB = 0.2e9, 10
-MODULES_INSIDE, MODULES_BETWEEN = 40e6, 27e6
-"""Of the devices for several modules: slow enough that their small layers keep to the pace."""
+MODULES_FLOPS, MODULES_MB = 0.1e9, 10
+MODULES_INSIDE, MODULES_BETWEEN = 20e6, 13.5e6
+"""Of the devices for several modules: slow enough that their small layers keep to the pace, and that collectives of all
+of them at once are a small part of what two cores can do in that time."""
 
-SLOWER = 0.5
-"""Of those for frozen modules, where less is left to do: so much of the rates and of the links. Collectives of all
-devices at once are a smaller part then of what two cores can do in that time."""
-
-SLOWER_ACTION_S, ONE_HOST_ACTION_S, ONE_HOST_LAYER_S = 10e-3, 40e-3, 2e-3
+MODULES_ACTION_S, ONE_HOST_ACTION_S, ONE_HOST_LAYER_S = 10e-3, 40e-3, 2e-3
 """Once an action, and once a layer, of such devices. The backward of a frozen stage is hardly more than its
 bookkeeping, which eight processes do at the same time."""
 
@@ -125,8 +122,7 @@ def clusters() -> dict[str, LabFile]:
             "half-2.5-32", 2.5, skewed(16), slow_flops_per_s=0.125 * FLOPS,
             memory_bytes={"fast": 8 * MB, "slow": 5 * MB},
         ),
-        "modules": modules("modules"),
-        "modules-slower": modules("modules-slower", SLOWER, action_s=SLOWER_ACTION_S),
+        "modules-slower": modules("modules-slower"),
         "one-host": one_host(),
         "many": many(),
         "half-3": half("half-3", 3.0, even_links(2), slow_flops_per_s=0.6 * FLOPS),
@@ -139,14 +135,13 @@ def even_links(hosts: int) -> list[list[float]]:
     return [[0.0 if a == b else TOGETHER for b in range(hosts)] for a in range(hosts)]
 
 
-def modules(name: str, part: float = 1.0, **changes: float) -> LabFile:
-    """Eight devices alike, in two hosts whose links inside are half as quick again as those between them; `part` of all
-    rates. Beside the 64 MiB that the planner keeps for libraries a device has MODULES_MB. Rates saturate early.
-    `changes`: as of `early`."""
-    matrix = [[0.0 if a == b else part * MODULES_BETWEEN for b in range(2)] for a in range(2)]
+def modules(name: str) -> LabFile:
+    """Eight devices alike, in two hosts whose links inside are half as quick again as those between them. Beside the
+    64 MiB that the planner keeps for libraries a device has MODULES_MB. Rates saturate early."""
+    matrix = [[0.0 if a == b else MODULES_BETWEEN for b in range(2)] for a in range(2)]
     memory_bytes = {"fast": (64 << 20) + MODULES_MB * MB}
-    made = lab(name, ["fast"] * 2, matrix, {"fast": part * MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
-    return early(inside(made, part * MODULES_INSIDE), MODULES_KNEE, **changes)
+    made = lab(name, ["fast"] * 2, matrix, {"fast": MODULES_FLOPS}, devices=4, memory_bytes=memory_bytes)
+    return early(inside(made, MODULES_INSIDE), MODULES_KNEE, action_s=MODULES_ACTION_S)
 
 
 def one_host() -> LabFile:

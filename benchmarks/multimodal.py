@@ -106,7 +106,6 @@ def main() -> int:
         "--cluster",
         help="a folder with what `pipefit profile` found of labs: read where it is there, else profiled and kept",
     )
-    parser.add_argument("--lab", choices=("modules", "modules-slower"), help="of section `lab`, this lab alone")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     known: dict[str, Any] = {}
@@ -169,11 +168,7 @@ def lab(arguments: argparse.Namespace) -> Rows:
     """Plans that run."""
     import multimodal_lab
 
-    trained = [one for one in multimodal_lab.CASES if one[1] == "trained"]
-    if not arguments.lab or arguments.lab == multimodal_lab.LAB:
-        yield from _cases(multimodal_lab.MANY_SAMPLES, trained, arguments)
-    if arguments.lab != multimodal_lab.LAB:
-        yield from _cases(multimodal_lab.SLOWER, multimodal_lab.CASES, arguments)
+    yield from _cases(multimodal_lab.MANY_SAMPLES, multimodal_lab.CASES, arguments)
 
 
 def few_samples(arguments: argparse.Namespace) -> Rows:
@@ -212,7 +207,7 @@ def together(arguments: argparse.Namespace) -> Rows:
     """An encoder that takes several microbatches at a time."""
     import multimodal_lab
 
-    setting = multimodal_lab.SLOWER
+    setting = multimodal_lab.MANY_SAMPLES
     cluster = _profiled(setting, arguments)
     found = multimodal_lab.together(setting, cluster, sigma=0.5) | {"profiled": cluster.provenance.when}
     for name, one in found["plans"].items():

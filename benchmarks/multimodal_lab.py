@@ -1,7 +1,7 @@
 """Plans of a small multimodal model really run in a lab, beside monolithic layouts, by sigma and way of training.
 
-The clusters `modules` (trained only) and `modules-slower` of benchmarks/data/clusters are made as labs and measured by
-`pipefit profile`; nothing else is known. Every plan trains on the samples of one index, step by step the same ones.
+The cluster `modules-slower` of benchmarks/data/clusters is made as a lab and measured by `pipefit profile`; nothing
+else is known. Every plan trains on the samples of one index, step by step the same ones.
 Rivals:
 
 - `paper`: DistTrain's baseline. Every module has the language model's replicas and SHARDS; encoder and generator are
@@ -47,7 +47,7 @@ from pipefit.plan.modules.samples import Samples
 from pipefit.plan.pins import parse_pins
 from pipefit.plan.types import Arranging, Job, Plan
 
-LAB, MANY = "modules", "many"
+LAB, MANY = "modules-slower", "many"
 JOB = Job(batch=32, sequence=SEQUENCE, precision="float32")
 SHARDS = 2
 """Of the language model in the paper's kind of layout."""
@@ -126,9 +126,6 @@ class Setting:
 
 MANY_SAMPLES = Setting(LAB, JOB, make_samples, PROFILE, also=("all but projector frozen",))
 """Four times as many samples as devices."""
-
-SLOWER = replace(MANY_SAMPLES, lab="modules-slower")
-"""Likewise, on slower devices: the nearly empty actions of frozen modules, and many collectives, keep to their pace."""
 
 FEW_SAMPLES = Setting(
     "one-host", Job(batch=4, sequence=LONG, precision="float32"), make_long_samples, LONG_PROFILE,
