@@ -37,8 +37,8 @@ MODULES_INSIDE, MODULES_BETWEEN = 20e6, 13.5e6
 of them at once are a small part of what two cores can do in that time."""
 
 MODULES_ACTION_S, ONE_HOST_ACTION_S, ONE_HOST_LAYER_S = 10e-3, 40e-3, 2e-3
-"""Once an action, and once a layer, of such devices. The backward of a frozen stage is hardly more than its
-bookkeeping, which eight processes do at the same time."""
+"""Once an action, and once a layer, of such devices. The backward of a frozen stage, or of a microbatch without images,
+is hardly more than its bookkeeping, which all processes do at the same time."""
 
 MODULES_KNEE = 8.0
 """Tokens at which their rate is half of the peak."""
@@ -154,7 +154,8 @@ def one_host() -> LabFile:
 def many() -> LabFile:
     """Four hosts of eight devices alike."""
     matrix = [[MANY * (a != b) for b in range(4)] for a in range(4)]
-    return early(lab("many", ["fast"] * 4, matrix, {"fast": MANY_FLOPS}, devices=8), MANY_KNEE)
+    made = lab("many", ["fast"] * 4, matrix, {"fast": MANY_FLOPS}, devices=8)
+    return early(made, MANY_KNEE, action_s=MODULES_ACTION_S)
 
 
 def islands() -> LabFile:
