@@ -62,10 +62,6 @@ def quoted(cells: list[str]) -> None:
     assert "| " + " | ".join(cells) + " |" in lines, cells
 
 
-def told(plan: dict[str, Any]) -> str:
-    return "" if plan["valid"] else ", late"
-
-
 def row_of_the_page(row: dict[str, Any]) -> list[str]:
     """What a case of a lab is told as."""
     plans, ours = row["plans"], row["plans"]["ours"]
@@ -74,12 +70,12 @@ def row_of_the_page(row: dict[str, Any]) -> list[str]:
         f"{row['sigma']}",
         row["training"],
         ours["layout"]["modules"],
-        f"{ours['measured_s']:.2f} s{told(ours)}",
+        f"{ours['measured_s']:.2f} s",
         f"{ours['predicted_s']:.2f} s",
     ]
     for name in ("paper", "apart 1", "merged 1"):
         ratio, predicted = (plans[name][key] / ours[key] for key in ("measured_s", "predicted_s"))
-        cells.append(f"{ratio:.2f} ({predicted:.2f}){told(plans[name])}")
+        cells.append(f"{ratio:.2f} ({predicted:.2f})")
     return [*cells, f"{used:.1%}", f"{ours['lower_bound_s'] / ours['measured_s']:.0%}"]
 
 
@@ -95,7 +91,7 @@ def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
         assert plans["paper"]["valid"] and row["batch"] < row["devices"]
         assert max(row["efficiency"][name]["2"] for name in ("vision", "generator")) < 0.6
         assert plans["paper"]["measured_s"] >= GAIN * ours["measured_s"]
-        assert all(one["valid"] and -0.065 < one["error"] < 0 for one in plans.values())
+        assert all(one["valid"] and -0.045 < one["error"] < 0 for one in plans.values())
         assert plans["merged 1"]["measured_s"] >= FEW_GAIN * ours["measured_s"]
         assert min(one["measured_s"] for one in plans.values()) == ours["measured_s"]
     assert rows[0]["useful_s"] >= UTILISATION * rows[0]["devices"] * rows[0]["plans"]["ours"]["measured_s"]
@@ -110,22 +106,18 @@ def test_few_long_samples_gain_what_is_quoted_by_dividing_images() -> None:
     assert f"of the bound above, {most_gain(share, small, two['language']):.2f} is what can be had" in page
 
 
-def test_what_ran_beside_monolithic_layouts_is_quoted_with_what_was_late() -> None:
-    from multimodal_lab import GAIN, UTILISATION
+def test_what_ran_beside_monolithic_layouts_is_quoted() -> None:
+    from multimodal_lab import CASES, GAIN, LAB, UTILISATION
 
     rows = committed("lab")
-    trained = {(row["lab"], row["sigma"]) for row in rows if row["training"] == "trained"}
-    assert trained == {(name, sigma) for name in ("modules", "modules-slower") for sigma in (0.5, 1.0)}
+    assert sorted((row["lab"], row["sigma"], row["training"]) for row in rows) == sorted((LAB, *case) for case in CASES)
     for row in rows:
         plans, ours = row["plans"], row["plans"]["ours"]
-        quoted([row["lab"], *row_of_the_page(row)])
+        quoted(row_of_the_page(row))
         for name, one in plans.items():
-            assert not one["valid"] or abs(one["error"]) < 0.075, name
+            assert one["valid"] and abs(one["error"]) < (0.035 if row["training"] == "trained" else 0.075), name
             assert ours["predicted_s"] <= 1.001 * one["predicted_s"], name
-        assert [name for name, one in plans.items() if not one["valid"]] == ["merged 1"] * (row["lab"] == "modules")
-        assert abs(ours["error"]) < 0.055
-        missed = (row["lab"], row["sigma"], row["training"]) == ("modules-slower", 0.5, "trained")
-        assert (plans["paper"]["measured_s"] >= GAIN * ours["measured_s"]) != missed
+        assert plans["paper"]["measured_s"] >= GAIN * ours["measured_s"]
         assert min(one["measured_s"] for one in plans.values()) >= 0.99 * ours["measured_s"]
     assert rows[0]["useful_s"] >= UTILISATION * rows[0]["devices"] * rows[0]["plans"]["ours"]["measured_s"]
 
@@ -136,7 +128,7 @@ def test_an_encoder_that_takes_several_microbatches_is_predicted_as_told() -> No
     (row,) = committed("together")
     for multiple, one in zip(MULTIPLES, row["plans"].values(), strict=True):
         assert one["valid"] and one["layout"]["vision.multiple"] == f"{multiple}"
-        assert 0.05 < one["error"] < 0.07
+        assert abs(one["error"]) < 0.015
         quoted([f"{multiple}", f"{one['measured_s']:.2f} s", f"{one['predicted_s']:.2f} s"])
 
 
