@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import typer
 
 from pipefit.cli import build_app
@@ -36,3 +38,16 @@ def test_the_documents_name_the_families_that_are_not_searched() -> None:
     page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
     named = page.split("With `searched = False`")[1].split("\n\n")[0].split("`fit`")[0]
     assert set(re.findall(r"`([\w-]+)`", named)) & FAMILIES.keys() == left_out
+
+
+def cells(line: str) -> int:
+    """Cells of a row of a table; a `\\|` within one does not end it."""
+    return len(re.sub(r"\\\|", "", line).strip("|").split("|"))
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_every_row_of_a_table_has_the_cells_of_its_head(page: str) -> None:
+    lines = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S).splitlines()
+    for above, line in pairwise(lines):
+        if line.startswith("|") and above.startswith("|"):
+            assert cells(line) == cells(above), f"{page}: {above}\n{line}"
