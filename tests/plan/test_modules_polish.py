@@ -15,6 +15,7 @@ from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.modules.find import BEST, _Finder
 from pipefit.plan.modules.polish import neighbours, polished
 from pipefit.plan.modules.samples import dealt
+from pipefit.plan.modules.trials import plain
 from pipefit.plan.outcome import Evaluated
 
 
@@ -111,13 +112,13 @@ def test_next_to_a_module_on_shared_lanes_it_takes_more_or_fewer_microbatches_to
 def test_going_from_one_to_the_next_gets_to_the_best_of_them_all() -> None:
     """From the worst cut with everything recomputed, as far as trying every cut, recomputation and grid goes."""
     search, known = finder(), dict[ModuleDecisions, Evaluated]()
-    start = search.trials.simulate(in_line((1,), "full"), 0)
+    start = search.trials.simulate(in_line((1,), "full"))
     assert start is not None
     todo = [replace(start.decisions, cuts=())]
     while todo:
         own = todo.pop()
         for other in neighbours(own, search.trials.costed, 2, {}, {}):
-            if other not in known and (made := search.trials.simulate(other, 0)) is not None:
+            if other not in known and (made := search.trials.simulate(other)) is not None:
                 known[other] = made
                 todo.append(other)
     assert len(known) >= 32, "two recomputations of three modules, two grids of two"
@@ -131,30 +132,36 @@ def test_plans_that_do_not_fit_on_a_later_batch_give_way(monkeypatch: pytest.Mon
     search.simulate_all(search.short_list(1e12), None)
     ranked = sorted(search.trials.fitting, key=lambda one: one.rank)
     too_large = {one.decisions.text() for one in ranked[:refused] if isinstance(one.decisions, ModuleDecisions)}
-    real = search.trials.simulate
+    real = search.trials.on_all
 
-    def simulate(decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
-        return None if batch == 1 and decisions.text() in too_large else real(decisions, batch, keep)
+    def on_all(one: Evaluated, order: bool) -> list[Evaluated]:
+        return [] if plain(one).text() in too_large else real(one, order)
 
-    monkeypatch.setattr(search.trials, "simulate", simulate)
+    monkeypatch.setattr(search.trials, "on_all", on_all)
     search.settle()
     left = [one.decisions.text() for one in search.trials.fitting if isinstance(one.decisions, ModuleDecisions)]
     if refused > len(ranked):
         assert not left, "nothing fits"
         return
-    assert len(search.step_s) >= BEST and not too_large & {*left[:BEST]}
-    best_s = min(search.step_s.values())
-    assert search.step_s[id(search.trials.fitting[0])] == best_s
-    rest = [one for one in search.trials.fitting if id(one) not in search.step_s]
+    means_s = search.mean_s()
+    assert len(means_s) >= BEST and not too_large & {*left[:BEST]}
+    best_s = min(means_s.values())
+    assert means_s[id(search.trials.fitting[0])] == best_s
+    rest = [one for one in search.trials.fitting if id(one) not in means_s]
     assert all(one.step_s >= best_s for one in rest), "who is faster on the first batch was tried on all"
 
 
 def test_the_arrangement_is_that_of_the_best_also_where_another_placement_has_the_same_grids() -> None:
-    search, inline = finder(), in_line((1,))
+    inline = in_line((1,))
     shared = replace(inline, guests=inline.inline, inline=(), ahead=2)
     assert shared.modules == inline.modules
-    made = [search.trials.simulate(one, 0) for one in (inline, shared)]
-    assert all(made) and search.trials.loads(inline) != search.trials.loads(shared)
-    for best, decisions in zip(made, (inline, shared), strict=True):
-        search.trials.fitting.sort(key=lambda one, best=best: one is not best)  # type: ignore[misc]
-        assert search.result().arranging == search.trials.loads(decisions)
+    found = []
+    for decisions in (inline, shared):
+        search = finder()
+        assert search.trials.simulate(inline) and search.trials.simulate(shared)
+        search.trials.fitting.sort(key=lambda one, best=decisions: plain(one) != best)  # type: ignore[misc]
+        del search.trials.fitting[1:]
+        search.settle()
+        found.append(search.result().arranging)
+        assert found[-1] == search.trials.arranging(decisions, found[-1].order)
+    assert found[0] != found[1]

@@ -133,7 +133,7 @@ def test_no_monolithic_layout_on_a_small_cluster_is_faster_in_the_simulator(
     finder = _Finder(Workbench(model, cluster), JOB, {}, samples, dealt)
     for one in monolithic(finder, 4, *grids):
         if "language.shards" not in pins or not one.is_sharded:
-            finder.trials.simulate(one, 0)
+            finder.trials.simulate(one)
     assert len(finder.trials.fitting) >= 10 and {
         one.decisions.words(())["modules"] for one in finder.trials.fitting
     } >= {"inline"}

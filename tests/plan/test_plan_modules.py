@@ -98,7 +98,7 @@ def test_no_layout_on_a_small_cluster_is_faster_in_the_simulator() -> None:
         if fits and all(grid.shards == 1 for grid in grids):
             decisions = finder.decisions(Arrangement(microbatches=count, modules=grids, step_s=0.0))
             assert decisions is not None
-            finder.trials.simulate(decisions, 0)
+            finder.trials.simulate(decisions)
     every = min(one.step_s for one in finder.trials.fitting)
     assert len(finder.trials.fitting) > 20
     plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)

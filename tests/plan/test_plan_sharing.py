@@ -150,7 +150,7 @@ def test_no_layout_that_shares_on_a_small_cluster_is_faster_in_the_simulator() -
         decisions = finder.decisions(arrangement)
         assert decisions is not None
         for one in finder.orders(decisions, (*BESIDE, *BESIDE_OTHERS)):
-            finder.trials.simulate(one, 0)
+            finder.trials.simulate(one)
     assert len(finder.trials.fitting) > 20
     plan = make_plan(model, cluster, JOB, pins, samples=finder.trials.samples)
     assert plan.prediction is not None

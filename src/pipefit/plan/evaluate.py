@@ -23,11 +23,13 @@ from pipefit.schedule.multiplexed import multiplexed
 from pipefit.simulate import simulate
 
 
-def evaluate(bench: Workbench, decisions: Decisions, parts: Parts) -> Evaluated:
-    """Cost and simulate one candidate."""
+def evaluate(bench: Workbench, decisions: Decisions, parts: Parts, schedule: Schedule | None = None) -> Evaluated:
+    """Cost and simulate one candidate, in the order of its family, or in that of `schedule`."""
     work = pipeline_work(parts, bench.programs)
     costs = shared_costs(bench, work)
-    return simulated(bench, decisions, parts, work, costs, _ordered(bench, decisions, parts, costs))
+    if schedule is None:
+        schedule = _ordered(bench, decisions, parts, costs)
+    return simulated(bench, decisions, parts, work, costs, schedule)
 
 
 def _ordered(bench: Workbench, decisions: Decisions, parts: Parts, costs: CostTable) -> Schedule:
@@ -51,12 +53,12 @@ def simulated(
     parts: Parts,
     work: PipelineWork,
     costs: CostTable,
-    computed: Schedule,
+    schedule: Schedule,
     alone: Pipelines | None = None,
 ) -> Evaluated:
-    """Simulate one candidate: its family's order, lowered, under its own costs, with what its transfers share. `alone`:
-    its pipelines, where they are known."""
-    lowered = bench.lowered(parts, decisions, computed, costs)
+    """Simulate one candidate: this order, lowered where it is not, under its own costs, with what its transfers share.
+    `alone`: its pipelines, where they are known."""
+    lowered = schedule if schedule.is_lowered else bench.lowered(parts, decisions, schedule, costs)
     costs = shared_costs(bench, work, costs, alone)
     timeline = simulate(lowered, costs)
     cuts = tuple(stage.layers[0] for stage in parts.stages[1:])

@@ -118,7 +118,9 @@ def _of_modules(bench: Workbench, job: Job, made: ModulesFound, top: int) -> Pla
         binds="; ".join(filter(None, (plan.prediction.binds, binding_memory(found)))),
         assumptions=(*plan.prediction.assumptions, *made.notes, counted),
     )
-    return replace(plan, prediction=prediction, alternatives=alternatives(found, top), arranging=made.arranging)
+    return replace(
+        plan, prediction=prediction, alternatives=alternatives(found, top, made.mean_s), arranging=made.arranging
+    )
 
 
 def whole_pins(model: Model, pins: Mapping[str, Any]) -> Mapping[str, Any]:

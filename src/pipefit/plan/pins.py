@@ -101,12 +101,16 @@ KEYS: Mapping[str, Key] = {
         _choice("samples", "images"),
     ),
     "ahead": Key("a count of units that a module on shared devices is ahead", _count),
+    "balance": Key(
+        "true or false: whether samples that differ are dealt out so that replicas and microbatches have alike", _switch
+    ),
+    "order": Key("true or false: whether microbatches that differ change places in their pipeline", _switch),
     "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
     "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
 }
 
 
-MODULES_ALONE = ("modules", "ahead", "multiple", "divide")
+MODULES_ALONE = ("modules", "ahead", "multiple", "divide", "balance", "order")
 """Keys that mean nothing where a model has one module."""
 
 

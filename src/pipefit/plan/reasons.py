@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipefit.plan.outcome import Evaluated, Found, Misfit
 from pipefit.plan.pins import describe
 from pipefit.plan.predict import path_shares
@@ -11,8 +13,9 @@ from pipefit.units import format_bytes, format_seconds
 MISFITS_SHOWN = 3
 
 
-def alternatives(found: Found, top: int) -> tuple[Alternative, ...]:
-    """The runners-up, fastest first, then plans that would be faster but do not fit."""
+def alternatives(found: Found, top: int, mean_s: Mapping[int, float] | None = None) -> tuple[Alternative, ...]:
+    """The runners-up, fastest first, then plans that would be faster but do not fit. `mean_s`: over all batches, of
+    plans that were chosen by that, by their identity."""
     best = found.fitting[0]
     losers = [
         Alternative(
@@ -20,7 +23,7 @@ def alternatives(found: Found, top: int) -> tuple[Alternative, ...]:
             step_s=one.step_s,
             peak_bytes=one.peak_bytes,
             limit_bytes=one.limit_bytes,
-            reason=why_lost(one, best),
+            reason=why_lost(one, best, mean_s),
         )
         for one in found.fitting[1:top]
     ]
@@ -52,9 +55,13 @@ def misfit_alternative(misfit: Misfit) -> Alternative:
     )
 
 
-def why_lost(one: Evaluated, best: Evaluated) -> str:
-    """The difference to the winner, and the part of the critical path that grew most."""
+def why_lost(one: Evaluated, best: Evaluated, mean_s: Mapping[int, float] | None = None) -> str:
+    """The difference to the winner, and the part of the critical path that grew most. Plans that are faster on the
+    batch shown have lost on average over all of them."""
     slower = one.step_s / best.step_s - 1
+    if slower < -1e-6 and mean_s and id(one) in mean_s:
+        more = mean_s[id(one)] / mean_s[id(best)] - 1
+        return f"{-slower:.1%} faster on the batch shown, {more:.1%} slower on average over all batches"
     if slower < 1e-6:
         return f"as fast, {_tie_reason(one, best)}"
     mine, theirs = _parts(one), _parts(best)

@@ -14,6 +14,7 @@ from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, Sampl
 from pipefit.data.stepplan import BatchShape
 from pipefit.plan.modules.samples import Samples, Shares
 from pipefit.plan.types import Arranging
+from pipefit.schedule.actions import Schedule
 
 
 def sampled(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: str = "data") -> Samples:
@@ -29,9 +30,11 @@ def sampled(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: st
     )
 
 
-def arranged_samples(samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int) -> Ints:
+def arranged_samples(
+    samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int, schedule: Schedule | None = None
+) -> Ints:
     """For every position of the batch, which of its samples stands there (see `pipefit.plan.modules.samples.Arrange`):
-    as a run arranges it whose stages have these shares, with 1F1B where it orders microbatches."""
+    as a run arranges it whose stages have these shares, with this order of actions (None: 1F1B, a lane a stage)."""
     size = next((table.shape[1] for table in samples.tokens.values()), 0)
     shape = BatchShape(
         batch=size,
@@ -42,6 +45,7 @@ def arranged_samples(samples: Samples, batch: int, arranging: Arranging, shares:
         multiples=tuple(own.multiple for own in shares),
         divides=tuple(own.divide for own in shares),
         arranging=arranging,
+        schedule=schedule,
     )
     return arranged(shape, rows_of_samples(samples, batch), np.arange(size, dtype=np.int64))
 

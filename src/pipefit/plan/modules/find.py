@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, backbone
 from pipefit.plan.modules.parts import host_order, within_hosts
 from pipefit.plan.modules.polish import neighbours, polished
 from pipefit.plan.modules.samples import Arrange, Samples
-from pipefit.plan.modules.told import placements_told, shares_told
+from pipefit.plan.modules.told import arranging_told, placements_told, shares_told
 from pipefit.plan.modules.trials import Trials, best_of_each, best_of_grids, busiest_s, plain
 from pipefit.plan.outcome import Evaluated, Found
 from pipefit.plan.types import Arranging, Job
@@ -42,9 +42,10 @@ ORDERED, BEST, TRIED = 12, 4, 24
 """Layouts that are simulated with the orders of OTHERS as well; plans that fit on every sampled batch; those that are
 tried for these, or as many as it takes to find one."""
 
-TIGHTER, SPARE, MISSES = 6, 0.02, 20
-"""How often the short list is made again with more memory kept free because nothing of it fits, the least part of the
-memory that is then kept free, and after how many layouts that do not fit."""
+TIGHTER, SPARE, MISSES, FEWER = 6, 0.02, 20, 5
+"""How often the short list is made again with more memory kept free because nothing of it fits in one of the
+placements, the least part of the memory that is then kept free, and after how many layouts that do not fit; FEWER: of a
+placement, where another one has some that do."""
 
 AROUND = 4_000
 """Actions of a layout up to which what is next to it is simulated as well (`polish.py`)."""
@@ -60,6 +61,17 @@ BESIDE_OTHERS = (("1f1b", 4), ("eager-1f1b", 4), ("zb-h1", 2), ("zb-h1", 4))
 """Those that are tried with the best of them."""
 
 
+class Settled(NamedTuple):
+    """Of a plan that was simulated on all sampled batches."""
+
+    step_s: float
+    "The mean over them."
+    order: bool
+    "Whether its microbatches are put in order: whether they are faster so."
+    before: Evaluated
+    "It on the first batch, microbatches as they stand, as plans are compared that were tried on that alone."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulesFound:
     """What was found, and how."""
@@ -67,6 +79,8 @@ class ModulesFound:
     found: Found
     arranging: Arranging
     "Of the best plan."
+    mean_s: Mapping[int, float]
+    "Over all batches, of plans that were simulated on all of them, by their identity."
     notes: tuple[str, ...]
 
 
@@ -87,9 +101,11 @@ class _Finder:
     def __init__(self, bench: Workbench, job: Job, pins: Mapping[str, Any], samples: Samples, arrange: Arrange) -> None:
         own = {module.name: _of(pins, module.name) for module in bench.model.modules}
         self.bench, self.job, self.pins = bench, job, pins
-        self.trials = Trials(bench, job, own, samples, arrange)
-        self.step_s: dict[int, float] = {}
-        "Mean over the sampled batches, by the identity of what was simulated on all of them."
+        self.trials = Trials(bench, job, own, samples, arrange, pins.get("balance", True))
+        self.orders_tried = (pins["order"],) if "order" in pins else (False, True)
+        "Whether microbatches change places in their pipelines: what of it is tried."
+        self.settled: dict[int, Settled] = {}
+        "What is known of what was simulated on all sampled batches, by its identity."
         self.combined = self.considered = 0
         self.closed_s = float("inf")
         self.fixed = {
@@ -108,15 +124,16 @@ class _Finder:
         self.sharing = [] if alone else sharing_asked(pins, list(own), able)
 
     def look(self, progress: Any) -> None:
-        """Simulate the short list, with more memory kept free as long as nothing of it fits; then the best of it in
-        other orders, and on every batch."""
+        """Simulate the short list, with more memory kept free as long as nothing of it fits in one of the placements;
+        then the best of it in other orders, and on every batch."""
         limit = min(float(kind.memory_bytes) for kind in self.bench.network.kinds)
         spare = 0.0
         for _ in range(TIGHTER):
             known = len(self.trials.misfits)
             self.simulate_all(self.short_list(limit - spare), progress)
             lacking = [one.peak_bytes - one.limit_bytes for one in self.trials.misfits[known:]]
-            if self.trials.fitting or not lacking:
+            fit = {frozenset(plain(one).placed) for one in self.trials.fitting}
+            if not lacking or all(frozenset(choice.items()) in fit for choice in self.choices()):
                 break
             spare = max(2 * spare, min(lacking), SPARE * limit)
         self.reorder()
@@ -124,7 +141,7 @@ class _Finder:
             polished(start, self.around)
         self.settle()
         if self.trials.fitting:
-            polished(self.trials.fitting[0], self.around)
+            polished(self.settled[id(self.trials.fitting[0])].before, self.around)
             self.settle()
 
     def around(self, one: Evaluated) -> list[Evaluated]:
@@ -134,7 +151,7 @@ class _Finder:
             return []
         samples = self.job.batch // decisions.microbatches
         others = neighbours(decisions, self.trials.costed, samples, self.images, self.pins)
-        return [made for other in others if (made := self.trials.simulate(other, 0)) is not None]
+        return [made for other in others if (made := self.trials.simulate(other)) is not None]
 
     def reorder(self) -> None:
         """Simulate the best layouts in other orders, too, and of those without guests all whose busiest lane has less
@@ -151,7 +168,7 @@ class _Finder:
             others = self.others(plain(one))
             actions += 2 * one.decisions.lanes * one.decisions.microbatches * len(others)
             for other in others:
-                self.trials.simulate(other, 0)
+                self.trials.simulate(other)
 
     def others(self, decisions: ModuleDecisions) -> list[ModuleDecisions]:
         """The same layout in other orders, as far as none is pinned."""
@@ -197,42 +214,54 @@ class _Finder:
         return tuple(sorted(chosen, key=lambda one: one.step_s))
 
     def simulate_all(self, layouts: Sequence[Arrangement], progress: Any) -> None:
-        """One after the other, until their actions come to ACTIONS, or the first MISSES do not fit."""
-        actions, misses = 0, 0
+        """One after the other until their actions come to ACTIONS; then, too, of every placement of which nothing fits
+        yet, until something does or MISSES (FEWER) do not. Where the list is made again, of these placements alone."""
+        actions, misses = 0, Counter[object]()
+        fit = {frozenset(plain(one).placed) for one in self.trials.fitting}
+        again = frozenset(fit)
         for place, layout in enumerate(layouts):
             decisions = self.decisions(layout)
-            if decisions is None or actions > ACTIONS or (misses >= MISSES and not self.trials.fitting):
+            if decisions is None:
+                continue
+            placement = frozenset(decisions.placed)
+            lacking = misses[placement] < FEWER if fit else misses.total() < MISSES
+            if placement in again or not (actions <= ACTIONS if placement in fit else lacking):
                 continue
             actions += 2 * (decisions.lanes + len(decisions.guests)) * decisions.microbatches
             tried = self.orders(decisions, BESIDE) if decisions.guests else [decisions]
-            misses += not any(self.trials.simulate(one, 0) is not None for one in tried)
+            if any(self.trials.simulate(one) is not None for one in tried):
+                fit.add(placement)
+            else:
+                misses[placement] += 1
             if progress is not None:
                 best_s = min((one.step_s for one in self.trials.fitting), default=None)
                 progress(len(layouts) - place - 1, self.trials.simulated, best_s)
 
     def settle(self) -> None:
-        """The order of the best that fit on all sampled batches, by their mean over these, their microbatches put in
-        order as well; those that do not fit on all are left out. As long as one that was not tried is faster on the
-        batch shown than the best of these on all, it is tried, too: what is left out may have been fast."""
-        settled = [one for one in self.trials.fitting if id(one) in self.step_s]
+        """The order of the best that fit on all sampled batches, by their mean over these, with their microbatches as
+        they stand or put in order; those that do not fit on all are left out. As long as one that was not tried is
+        faster on the batch shown than the best of these on all, it is tried, too: what is left out may have been
+        fast."""
+        settled = [one for one in self.trials.fitting if id(one) in self.settled]
         tried = {id(one) for one in settled}
         while len(tried) < TRIED or not settled:
             rest = [one for one in self.trials.fitting if id(one) not in tried]
-            best_s = min((self.step_s[id(one)] for one in settled), default=float("inf"))
+            best_s = min((self.settled[id(one)].step_s for one in settled), default=float("inf"))
             faster = [one for one in sorted(rest, key=lambda one: one.rank)[:1] if one.step_s < best_s]
             left = best_of_each(rest, BEST - len(settled)) if len(settled) < BEST else faster
             if not left:
                 break
             for one in left:
                 tried.add(id(one))
-                batches = range(self.trials.samples.batches)
-                made = [self.trials.simulate(plain(one), batch, keep=False) for batch in batches]
-                whole = [each for each in made if each is not None]
-                if len(whole) == len(made):
-                    self.step_s[id(whole[0])] = float(np.mean([each.step_s for each in whole]))
-                    settled.append(whole[0])
+                made = {order: self.trials.on_all(one, order) for order in self.orders_tried}
+                means_s = {order: float(np.mean([each.step_s for each in own])) for order, own in made.items() if own}
+                if means_s:
+                    wanted = not plain(one).guests  # whose order of actions is made for microbatches as they stand
+                    order = min(means_s, key=lambda order: (means_s[order], order != wanted))
+                    self.settled[id(made[order][0])] = Settled(means_s[order], order, one)
+                    settled.append(made[order][0])
         rest = [one for one in self.trials.fitting if id(one) not in tried]
-        settled.sort(key=lambda one: (self.step_s[id(one)], one.rank))
+        settled.sort(key=lambda one: (self.settled[id(one)].step_s, one.rank))
         self.trials.fitting = [*settled, *sorted(rest, key=lambda one: one.rank)]
 
     def decisions(self, arrangement: Arrangement) -> ModuleDecisions | None:
@@ -264,7 +293,8 @@ class _Finder:
     def result(self) -> ModulesFound:
         fitting, samples = self.trials.fitting, self.trials.samples
         best = fitting[0]
-        mean_s = self.step_s.get(id(best), best.step_s)
+        mean_s, order, _ = self.settled[id(best)]
+        arranging = self.trials.arranging(plain(best), order)
         told_apart = {_told(one): one for one in reversed(fitting)}
         distinct = [one for one in fitting if told_apart[_told(one)] is one]
         first = {plain(one).placed: one for one in reversed(distinct)}
@@ -281,14 +311,20 @@ class _Finder:
         )
         notes = (
             samples.note,
+            f"samples: {arranging_told(arranging)}",
             f"modules: {shares_told(best)}",
-            *(f"modules: {each}" for each in placements_told(fitting, self.choices(), self.backbone, self.step_s)),
+            *(f"modules: {each}" for each in placements_told(fitting, self.choices(), self.backbone, self.mean_s())),
             f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
-            f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices",
+            f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices, until "
+            f"their actions come to {ACTIONS:,} and something of every placement fits",
             f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
             f"all {samples.batches} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )
-        return ModulesFound(found=found, arranging=self.trials.loads(plain(best)), notes=notes)
+        return ModulesFound(found=found, arranging=arranging, mean_s=self.mean_s(), notes=notes)
+
+    def mean_s(self) -> dict[int, float]:
+        """The mean over all batches of what was simulated on all of them, by its identity."""
+        return {one: known.step_s for one, known in self.settled.items()}
 
     def choices(self) -> list[Mapping[str, str]]:
         """What was looked at: of every choice the modules on shared devices, each with its word."""

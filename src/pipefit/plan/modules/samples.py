@@ -20,6 +20,7 @@ from pipefit.layout import split
 from pipefit.model.graph import Model
 from pipefit.plan.bounds import Ints
 from pipefit.plan.types import Arranging, Divide, Job, Space
+from pipefit.schedule.actions import Schedule
 
 
 class StageShares(NamedTuple):
@@ -34,9 +35,9 @@ class StageShares(NamedTuple):
 
 Shares = Sequence[StageShares]
 
-Arrange = Callable[["Samples", int, Arranging, Shares, int], Ints]
-"""(samples, which batch, loads of the stages, their shares, microbatches) -> for every position of the batch, which of
-its samples stands there."""
+Arrange = Callable[["Samples", int, Arranging, Shares, int, "Schedule | None"], Ints]
+"""(samples, which batch, loads of the stages, their shares, microbatches, the lowered order of actions where
+microbatches are put in order) -> for every position of the batch, which of its samples stands there."""
 
 ASSUMED_PART = 4
 """Where nothing is known of the samples: every sample has one image of the sequence's tokens over this."""
@@ -120,13 +121,15 @@ def assumed_samples(model: Model, job: Job) -> Samples:
     )
 
 
-def dealt(samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int) -> Ints:
-    """An `Arrange`: samples go into bins, the heaviest first, each into the bin with the least load that has room
-    (longest processing time first, Graham 1969). A bin is what a replica of the most finely divided stage has in one
-    microbatch (of those that take them one by one, and divide samples); bins that are alike come together in one,
-    because it waits for its fullest, and light microbatches alternate with heavy ones. Where the replicas are uneven,
-    microbatches are balanced first and then each of them. The load of a sample is the sum over stages of its part of
-    the stage's work."""
+def dealt(
+    samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int, schedule: Schedule | None = None
+) -> Ints:
+    """An `Arrange` that leaves microbatches in their order, whatever the schedule: samples go into bins, the heaviest
+    first, each into the bin with the least load that has room (longest processing time first, Graham 1969). A bin is
+    what a replica of the most finely divided stage has in one microbatch (of those that take them one by one, and
+    divide samples); bins that are alike come together in one, because it waits for its fullest, and light microbatches
+    alternate with heavy ones. Where the replicas are uneven, microbatches are balanced first and then each of them. The
+    load of a sample is the sum over stages of its part of the stage's work."""
     size = next(iter(samples.tokens.values())).shape[1] if samples.tokens else 0
     if not size:
         return np.zeros(0, dtype=np.int64)

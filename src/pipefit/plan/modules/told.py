@@ -9,6 +9,7 @@ import numpy as np
 from pipefit.plan.modules.decisions import ModuleDecisions
 from pipefit.plan.outcome import Evaluated
 from pipefit.plan.predict import what_binds
+from pipefit.plan.types import Arranging
 from pipefit.schedule.table import CODE
 from pipefit.simulate import Timeline
 from pipefit.units import format_seconds
@@ -34,6 +35,12 @@ def placements_told(
         yield f"{words}: {step} at best; limited by {what_binds(first.simulation.timeline)}"
     if len(choices) == 1:
         yield "no other placement was looked at, because the placement is fixed or no module can share devices"
+
+
+def arranging_told(arranging: Arranging) -> str:
+    """Who takes which samples of a batch."""
+    balanced = "balanced over replicas and microbatches" if arranging.balance else "as they come"
+    return f"{balanced}, microbatches {'put in order for the pipeline' if arranging.order else 'in that order'}"
 
 
 def shares_told(one: Evaluated) -> str:

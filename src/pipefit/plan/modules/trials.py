@@ -21,6 +21,7 @@ from pipefit.plan.modules.samples import Arrange, Samples
 from pipefit.plan.outcome import Evaluated, Misfit
 from pipefit.plan.structure import FormsError
 from pipefit.plan.types import Arranging, Job, SampleLoad
+from pipefit.schedule.actions import Schedule
 from pipefit.units import format_bytes
 
 FEW = 2
@@ -32,40 +33,62 @@ class Trials:
     """What was tried of one model and job; `own`: the pins of every module."""
 
     def __init__(
-        self, bench: Workbench, job: Job, own: Mapping[str, Mapping[str, Any]], samples: Samples, arrange: Arrange
+        self,
+        bench: Workbench,
+        job: Job,
+        own: Mapping[str, Mapping[str, Any]],
+        samples: Samples,
+        arrange: Arrange,
+        balance: bool = True,
     ) -> None:
-        self.bench, self.job, self.samples, self.arrange = bench, job, samples, arrange
+        self.bench, self.job, self.samples, self.arrange, self.balance = bench, job, samples, arrange, balance
         costing = Costing(bench.programs, bench.network, bench.layers, job, samples)
         self.costed: list[Costed] = [costing.profile(module, own[module.name]) for module in bench.model.modules]
         self.fitting: list[Evaluated] = []
         self.misfits: list[Misfit] = []
         self.simulated = 0
 
-    def simulate(self, decisions: ModuleDecisions, batch: int, keep: bool = True) -> Evaluated | None:
-        """One plan on one sampled batch; None where it does not fit or cannot be made. What is to be kept is looked at
-        in passing: samples are balanced, but microbatches stay in the order that this gives."""
-        arranging = self.loads(decisions)
-        looking = replace(arranging, order=False) if keep else arranging
-        order = self.arrange(self.samples, batch, looking, decisions.shares_of_stages, decisions.microbatches)
+    def simulate(self, decisions: ModuleDecisions) -> Evaluated | None:
+        """One plan on the first sampled batch; None where it does not fit or cannot be made. Samples are balanced, but
+        microbatches stay in the order that this gives."""
+        made = self._simulated(decisions, 0, self.arranging(decisions, order=False), None)
+        if made is not None:
+            self.fitting.append(made)
+        return made
+
+    def on_all(self, one: Evaluated, order: bool) -> list[Evaluated]:
+        """What was simulated on the first batch, on every batch as a run takes it: in the order of actions that it has
+        there, and for which microbatches change places if `order`. [] where it does not fit on one of them."""
+        decisions, schedule = plain(one), one.simulation.timeline.schedule
+        arranging = self.arranging(decisions, order)
+        found = []
+        for batch in range(self.samples.batches):
+            made = self._simulated(decisions, batch, arranging, schedule)
+            if made is None:
+                return []
+            found.append(made)
+        return found
+
+    def _simulated(
+        self, decisions: ModuleDecisions, batch: int, arranging: Arranging, schedule: Schedule | None
+    ) -> Evaluated | None:
+        shares, count = decisions.shares_of_stages, decisions.microbatches
+        order = self.arrange(self.samples, batch, arranging, shares, count, schedule)
         names = dict.fromkeys(["samples", *(module.space for module in self.bench.model.modules)])
         spaces = [self.samples.space(name, self.job, batch, order) for name in names]
         try:
             parts = module_parts(self.bench.model, self.bench.programs, self.job, decisions, spaces)
-            made = evaluate(self.bench, decisions, parts)
+            made = evaluate(self.bench, decisions, parts, schedule)
         except (FormsError, ScheduleError):
             return None
         self.simulated += 1
         if made.simulation.fits:
-            if keep:
-                self.fitting.append(made)
             return made
         self.misfits.append(Misfit(decisions, made.step_s, made.peak_bytes, made.limit_bytes, made.worst_lane))
         return None
 
-    def loads(self, decisions: ModuleDecisions) -> Arranging:
-        """What samples cost on every stage: the module's load, by the stage's part of its layers' time. Where
-        lanes have several stages, microbatches stay as they are: with guests lanes are ordered for the times of this
-        very order."""
+    def arranging(self, decisions: ModuleDecisions, order: bool) -> Arranging:
+        """What samples cost on every stage: the module's load, by the stage's part of its layers' time."""
         loads: list[SampleLoad] = []
         for costed, (name, own) in zip(self.costed, decisions.modules, strict=True):
             index, way = next((i, way) for i, way in enumerate(costed.ways) if way.is_of(own))
@@ -75,7 +98,7 @@ class Trials:
                 part = float(seconds[start:stop].sum()) / whole
                 scaled = {name: getattr(way.load, name) * part for name in ("row_s", "token_s", "square_s")}
                 loads += [replace(way.load, **scaled)] * decisions.copies(name)
-        return Arranging(loads=tuple(loads), order=not decisions.placed)
+        return Arranging(loads=tuple(loads), balance=self.balance, order=order)
 
     def work_bound_s(self) -> float:
         """Less than any step on these devices: the time of all samples of the first batch in every module's cheapest
