@@ -70,8 +70,9 @@ def their_name(name: str, typed: Any) -> str:
         {"vision_feature_layer": 1},
         {"vision_feature_layer": -1, "text_config": {**TEXT, "model_type": "qwen2"}},
         {"vision_config": {**VISION, "model_type": "vit"}, "projector_hidden_act": "gelu_pytorch_tanh"},
+        {"vision_config": {**VISION, "model_type": "vit"}, "vision_feature_layer": -1},
     ],
-    ids=["siglip", "first layer", "last layer, qwen2", "vit"],
+    ids=["siglip", "first layer", "last layer, qwen2", "vit", "vit, last layer"],
 )
 def test_loss_and_gradients_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     """Two samples, an image of the size of the table in each."""
@@ -119,6 +120,13 @@ def test_it_is_captured_as_two_modules_without_a_norm_between() -> None:
     assert [module.name for module in model.modules] == ["vision", "language"]
     projector = model.layer_graph(model.modules[0].layers[-1])
     assert "layer_norm" not in {operator.kind for operator in projector.operators}
+
+
+def test_what_is_frozen_may_stand_beside_the_words_of_transformers() -> None:
+    config = describe({**LLAVA, "frozen": ["vision.encoder"], "loss_weights": {"language": 2}}, "m", "config").config
+    assert config["frozen"] == ["vision.encoder"] and config["loss_weights"] == {"language": 2.0}
+    with pytest.raises(ModelError, match="Every module is frozen"):
+        describe({**LLAVA, "frozen": ["vision", "language"]}, "m", "config")
 
 
 def test_a_text_config_of_llama_leaves_out_what_is_as_in_transformers() -> None:

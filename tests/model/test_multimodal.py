@@ -1,6 +1,7 @@
 """Multimodal models: the captured modules against the plain layers on one device, in float64.
 
-The plain layers themselves are held to `transformers` in `test_multimodal_vision.py`.
+The plain layers of the image encoder are held to `transformers` in `test_multimodal_vision.py`, those of the generator
+to the papers here, image by image.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from interpreter import run_outputs
-from multimodal_reference import Batch, Sample, batch_of, divisors_of, make_sample, step, step_of
+from multimodal_reference import Batch, Sample, batch_of, divisors_of, grid_of, make_sample, step, step_of
 
 from pipefit.errors import ModelError
 from pipefit.model.capture import capture, capture_layers
@@ -115,6 +116,89 @@ def test_a_batch_without_images_gives_zero_gradients_and_no_loss_of_the_generato
     compare(key, batch, layers)
 
 
+Image = tuple[tuple[int, int], float, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(rows, columns), the time, the hidden states that condition it, the data, the noise; one row a latent token."""
+
+
+def error_of_one_image(config: Any, p: Mapping[str, torch.Tensor], image: Image) -> torch.Tensor:
+    """The squared error of the velocity, written out from the papers: DiT's blocks (Peebles and Xie, 2023) with gates
+    of 1 + what is learned; straight paths from noise to data (Lipman et al., 2023, optimal transport, sigma_min 0)."""
+    (rows, columns), time, hidden_ND, data_NC, noise_NC = image
+    rates = 1000 * 10000 ** (-torch.arange(config.time_frequencies, dtype=torch.float64) / config.time_frequencies)
+    features = torch.cat(((time * rates).cos(), (time * rates).sin()))
+
+    def path(t: float) -> torch.Tensor:
+        return (1 - t) * noise_NC + t * data_NC
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ p[f"generator.{name}.weight"].T + p[f"generator.{name}.bias"]
+
+    def modulated(name: str, x: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+        normal = (x - mean) / (variance + config.layer_norm_eps).sqrt()
+        return (1 + linear(f"{name}.scale", features)) * normal + linear(f"{name}.shift", features)
+
+    def attention(name: str, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            linear(f"{name}.{which}_proj", x).view(len(x), config.num_attention_heads, -1).transpose(0, 1)
+            for which in "qkv"
+        )
+        seen = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return linear(f"{name}.o_proj", seen.transpose(0, 1).flatten(1))
+
+    def mlp(name: str, x: torch.Tensor) -> torch.Tensor:
+        h = linear(f"{name}.fc1", x)
+        return linear(f"{name}.fc2", h / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3))))
+
+    square = p["generator.embed.positions.table"].T.view(1, -1, config.grid_size, config.grid_size)
+    positions = torch.nn.functional.interpolate(square, size=(rows, columns), mode="bicubic")[0].flatten(1).T
+    x = linear("embed.condition", hidden_ND) + linear("embed.latent", path(time)) + positions
+    for layer in (f"layers.{i}" for i in range(config.num_hidden_layers)):
+        for number, part in ((1, attention), (2, mlp)):
+            modulation, branch = f"{layer}.modulation{number}", f"{layer}.{part.__name__}"
+            x = x + (1 + linear(f"{modulation}.gate", features)) * part(branch, modulated(modulation, x))
+    velocity = linear("output.output", modulated("output", x))
+    return (velocity - (path(1) - path(0))).square().sum()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_generator_is_the_papers_transformer_of_each_image(blocks: int) -> None:
+    """Images of several sizes in one packed row, a time each, against every one alone: loss and all gradients."""
+    described = changed(generator={**TINY["generator"], "num_hidden_layers": blocks}, frozen=[])
+    config: Any = typed_config("multimodal", described)
+    layers = [layer for layer in filled(described) if layer.module_name == "generator"]
+    draw, images = torch.Generator().manual_seed(2), []
+    for size, time in (((2, 3), 0.15), ((config.generator.grid_size,) * 2, 0.8), ((5, 1), 0.55)):
+        widths = (config.language.hidden_size, config.generator.latent_size, config.generator.latent_size)
+        numbers = [torch.randn(size[0] * size[1], w, generator=draw, dtype=torch.float64) for w in widths]
+        images.append((size, time, numbers[0].requires_grad_(), *numbers[1:]))
+    names = {layer.parameter_names[local]: p for layer in layers for local, p in layer.named_parameters()}
+    wanted = sum(error_of_one_image(config.generator, names, image) for image in images)
+
+    lengths = torch.tensor([len(image[2]) for image in images])
+    times = torch.tensor([image[1] for image in images], dtype=torch.float64)
+    fed = {
+        "noisy": torch.cat([(1 - time) * noise + time * data for _, time, _, data, noise in images]),
+        "target": torch.cat([data - noise for *_, data, noise in images]),
+        "time": times.repeat_interleave(lengths),
+        "grid": torch.cat([grid_of(*image[0]) for image in images]),
+        "documents": (lengths.cumsum(0) - lengths).repeat_interleave(lengths),
+    }
+    row = {name: x.unsqueeze(0) for name, x in fed.items()}
+    embed, *inner, output = layers
+    x = embed(torch.cat([image[2] for image in images]).unsqueeze(0), row["noisy"], row["grid"])
+    for block in inner:
+        x = block(x, row["documents"], row["time"])
+    found = output(x, row["time"], row["target"])
+
+    inputs = {**names, **{f"condition of {image[0]}": image[2] for image in images}}
+    gradients = [
+        dict(zip(inputs, torch.autograd.grad(loss, [*inputs.values()]), strict=True)) for loss in (found, wanted)
+    ]
+    assert len(inner) == blocks and torch.allclose(found, wanted, rtol=1e-12)
+    agree(*gradients)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_samples_together_are_samples_one_by_one(seed: int) -> None:
     """Losses and gradients are sums over samples, however many images each has, of whatever sizes: packing mixes no
@@ -189,6 +273,9 @@ BAD = {
     },
     "'frozen'(.|\n)*'encoder'(.|\n)*vision.projector": {"frozen": ["encoder"]},
     "every module is frozen": {"frozen": ["vision", "language", "generator"]},
+    "every module is frozen(.|\n)*vision.encoder(.|\n)*vision.projector": {
+        "frozen": ["vision.encoder", "vision.projector", "language", "generator"]
+    },
     "'loss_weights'(.|\n)*'vision'(.|\n)*language and generator": {"loss_weights": {"vision": 1.0}},
     "'loss_weights'(.|\n)*not all zero": {"loss_weights": {"language": 0, "generator": 0}},
 }

@@ -7,6 +7,8 @@ by both (bicubic), theirs with `interpolate_pos_encoding`.
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import pytest
 import torch
 from in_float64 import AllInFloat64
 from multimodal_reference import grid_of
+from tests.run import modules_toys as toys
 
 from pipefit.errors import ModelError
 from pipefit.model.module_weights import module_weights, names_parts, split_parts
 from pipefit.model.registry import build_layers, describe, resolve, typed_config
 from pipefit.model.weights import layer_tensors, load_layers, save_weights
+from pipefit.run.initial import initial_values
+from pipefit.run.train import weights_value
 
 SIZES = [(4, 4), (1, 1), (3, 7), (6, 2), (4, 4), (5, 5)]
 """Rows and columns of patches; the table has 4 x 4."""
@@ -28,17 +33,34 @@ SMALL = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "nu
          "patch_size": PATCH}  # fmt: skip
 
 
-def their_model(kind: str, **more: Any) -> Any:
+CLASSES = {
+    "vit": ("ViTConfig", "ViTModel"),
+    "vit classifier": ("ViTConfig", "ViTForImageClassification"),
+    "siglip_vision_model": ("SiglipVisionConfig", "SiglipVisionModel"),
+    "siglip": ("SiglipConfig", "SiglipModel"),
+}
+"""Directories that an encoder is read from; the classifier puts `vit.` before its names, a SigLIP of both towers
+`vision_model.`, and calls the layers of its text tower alike."""
+
+
+def their_model(kind: str, size: Mapping[str, Any] = SMALL) -> Any:
     import transformers
 
-    names = {"vit": ("ViTConfig", "ViTModel"), "siglip_vision_model": ("SiglipVisionConfig", "SiglipVisionModel")}
-    config, model = (getattr(transformers, name) for name in names[kind])
+    config, model = (getattr(transformers, name) for name in CLASSES[kind])
+    text = {name: size[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    text |= {"num_hidden_layers": 3, "vocab_size": 9, "bos_token_id": 1, "eos_token_id": 2}
+    given = {"vision_config": dict(size), "text_config": text} if kind == "siglip" else size
     torch.manual_seed(3)
     with AllInFloat64():
-        theirs = model(config(**SMALL, **more, attn_implementation="eager")).double().eval()
+        theirs = model(config(**given, attn_implementation="eager")).double().eval()
         for parameter in theirs.parameters():
             parameter.data.normal_(0.0, 0.3)
     return theirs
+
+
+def encoder_in(theirs: Any) -> Any:
+    """The image encoder of a model of theirs, which may be all of it."""
+    return getattr(theirs, "vit", getattr(theirs, "vision_model", theirs))
 
 
 def ours(config: dict[str, Any], directory: Path) -> tuple[list[torch.nn.Module], Any]:
@@ -63,7 +85,7 @@ def patches_of(image_CHW: torch.Tensor, start: bool) -> torch.Tensor:
     return torch.cat((torch.zeros_like(flat[:1]), flat)) if start else flat
 
 
-@pytest.mark.parametrize("kind", ["vit", "siglip_vision_model"])
+@pytest.mark.parametrize("kind", CLASSES)
 def test_packed_images_are_what_transformers_makes_of_each(kind: str, tmp_path: Path) -> None:
     theirs = their_model(kind)
     theirs.save_pretrained(tmp_path)
@@ -91,8 +113,37 @@ def test_packed_images_are_what_transformers_makes_of_each(kind: str, tmp_path: 
     for image, found in zip(images, x[0].split(lengths), strict=True):
         with torch.no_grad(), AllInFloat64():
             normal = (image.double() / 255 - 0.5) / 0.5
-            wanted = theirs(normal.unsqueeze(0), interpolate_pos_encoding=True).last_hidden_state[0]
+            wanted = encoder_in(theirs)(normal.unsqueeze(0), interpolate_pos_encoding=True).last_hidden_state[0]
         assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_any_box_of_a_reshaped_tensor_is_that_of_the_whole_one(kind: str, tmp_path: Path) -> None:
+    """What a rank reads of the kernel of the patches (4 dimensions in the files), the table of positions and the start
+    token (3 in a ViT's), and of a matrix that stands there as it is; from files with an index."""
+    theirs = their_model(kind)
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    config = json.loads((tmp_path / "config.json").read_text())
+    described = describe({"model_type": "multimodal", "vision": config, "language": resolve("tiny").config}, "m", "c")
+    read = module_weights({"vision": tmp_path}, "multimodal", described.config, lambda *_: pytest.fail("not there"))
+    encoder, draw = encoder_in(theirs), random.Random(7)
+    embeddings, vit = encoder.embeddings, kind.startswith("vit")
+    kernel = (embeddings.patch_embeddings.projection if vit else embeddings.patch_embedding).weight
+    table = embeddings.position_embeddings[0] if vit else embeddings.position_embedding.weight
+    (fc1,) = [p for name, p in encoder.named_parameters() if name.endswith("layers.1.mlp.fc1.weight")]
+    whole = {
+        "embed.patch.weight": kernel.flatten(1),
+        "embed.positions.table": table,
+        **({"embed.positions.start": embeddings.cls_token[0, 0]} if vit else {}),
+        "layers.1.mlp.fc1.weight": fc1,
+    }
+    assert whole["embed.patch.weight"].shape == (24, 48) and table.shape == (16 + vit, 24)
+    for name, wanted in whole.items():
+        boxes = [tuple(tuple(sorted(draw.choices(range(size + 1), k=2))) for size in wanted.shape) for _ in range(40)]
+        for box in (*boxes, tuple((0, size) for size in wanted.shape)):
+            found = read(f"vision.{name}", wanted.shape, box)
+            assert torch.equal(found, wanted[tuple(slice(*ends) for ends in box)]), (name, box)
 
 
 def test_a_siglip_directory_of_both_towers_gives_its_vision_model() -> None:
@@ -150,3 +201,55 @@ def test_a_configuration_names_directories_of_its_parts(tmp_path: Path) -> None:
     config.write_text(json.dumps({"model_type": "multimodal", "vision": "ears", "language": "words"}))
     with pytest.raises(ModelError, match=r"without a config.json(.|\n)*'vision' of the configuration(.|\n)*ears"):
         resolve(str(config))
+
+
+def toy_plan(names: tuple[str, ...] = toys.ALL) -> tuple[Any, Any]:
+    """(plan, captured model) of the small multimodal model of the runs."""
+    model = toys.model(names)
+    return toys.plan(model, {name: toys.Layout() for name in names}), model
+
+
+def test_a_run_starts_from_the_directory_of_a_module(tmp_path: Path) -> None:
+    """`--weights vision=DIR`: the encoder's numbers are those of the files, all others those of the seed."""
+    size = {name: value for name, value in toys.CONFIG["vision"].items() if name != "model_type"}
+    their_model("vit", size).save_pretrained(tmp_path)
+    plan, model = toy_plan()
+    read, seeded = weights_value(plan, model, f"vision={tmp_path}"), initial_values(plan, model)
+    layers, _ = ours(toys.CONFIG, tmp_path)
+    files = layer_tensors(layers)
+    found: dict[str, bool] = {}
+    for layer in model.layers:
+        for spec in model.layer_graph(layer).parameters:
+            name, shape = layer.parameters[spec.name], tuple(int(size) for size in spec.shape)
+            half = [(size // 2, size) for size in shape]
+            value, part = read(name, shape, half), tuple(slice(*ends) for ends in half)
+            found[name] = name.startswith("vision.") and not name.startswith("vision.projector.")
+            wanted = files[name][part] if found[name] else seeded(name, shape, half)
+            assert torch.equal(value.double(), wanted.double()), name
+    assert sum(found.values()) == 4 + 2 * 16 + 2
+    assert {name.split(".")[0] for name, of_files in found.items() if not of_files} == {*toys.ALL}
+
+
+WRONG = {
+    "vision=gone": r"no weights here(.|\n)*gone(.|\n)*no such file or directory(.|\n)*check the path",
+    "vision=empty": r"no weights here(.|\n)*empty(.|\n)*model.safetensors(.|\n)*save_pretrained",
+    "generator=gone": r"no weights here(.|\n)*generator=gone(.|\n)*given as vision=DIR or language=DIR",
+    "vision=gone,generator=gone": r"named wrongly(.|\n)*seen: generator=gone(.|\n)*vision=DIR and language=DIR",
+    "vision=other": r"another module(.|\n)*other/config.json(.|\n)*hidden_size 24(.|\n)*hidden_size 16",
+}
+
+
+@pytest.mark.parametrize("weights", WRONG)
+def test_weights_of_modules_that_are_not_there_are_one_clear_error(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    their_model("vit").save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=WRONG[weights]):
+        weights_value(*toy_plan(), weights)
+
+
+def test_weights_of_a_module_that_the_model_lacks_are_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no such module(.|\n)*seen: vision=(.|\n)*allowed: language"):
+        weights_value(*toy_plan(("language", "generator")), f"vision={tmp_path}")

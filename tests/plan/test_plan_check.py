@@ -157,7 +157,8 @@ def test_another_model_is_told_by_layers_and_by_parameters() -> None:
 def test_a_smaller_cluster_is_told() -> None:
     with pytest.raises(PlanError, match="no such device") as error:
         check_plan(PLAN, MODEL, toy_cluster(1, 4))
-    assert "groups[1].devices" in str(error.value) and "0 to 3" in str(error.value)
+    assert "groups[1].devices (language)" in str(error.value) and "0 to 3" in str(error.value)
+    assert "pipefit plan" in str(error.value.next_step)
 
 
 def test_loading_checks(tmp_path: Path) -> None:

@@ -197,8 +197,29 @@ def test_samples_of_another_batch() -> None:
 
 def test_modules_that_exceed_the_cluster() -> None:
     with pytest.raises(DoesNotFitError, match="No layout of the modules fits") as caught:
-        made("modules=disjoint", cluster="2xA100-80")
-    assert "2 devices for 3 modules" in str(caught.value)
+        made("vision.replicas=3", "microbatches=8")
+    assert "8 devices for 3 modules, batch 8" in str(caught.value)
+    assert "no more replicas than samples in a microbatch" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fixes", "where", "seen", "allowed"),
+    [
+        (["modules=disjoint"], "modules", "1 for vision + 1 for language + 1 for generator = 3", "2 devices"),
+        (
+            ["vision.devices=2", "language.stages=2"], "vision.devices, language.stages",
+            "2 for vision + 2 for language = 4", "2 devices",
+        ),
+        (["language.replicas=2", "language.shards=2"], "language.replicas, language.shards", "4 for language", "2 dev"),
+        (["devices=3"], "devices", "3", "1 to 2"),
+        (["devices=1", "vision.devices=2"], "vision.devices", "2 for vision", "1 devices"),
+    ],
+)  # fmt: skip
+def test_pins_that_exceed_the_cluster(fixes: list[str], where: str, seen: str, allowed: str) -> None:
+    with pytest.raises(PlanError, match=r"more devices than there are|does not have so many devices") as caught:
+        made(*fixes, cluster="2xA100-80")
+    assert (caught.value.where, str(caught.value.seen)) == (f"--fix {where}", seen)
+    assert str(caught.value.allowed).startswith(allowed)
 
 
 def test_dealing_out_evens_the_fullest_replica() -> None:
@@ -261,9 +282,13 @@ def test_from_the_command_line(tmp_path: Path, pipefit: Callable[..., tuple[int,
     short = [*words[:6], "16", *words[7:], "--data", str(tmp_path / "index")]
     code, out = run(*short)
     assert code == 2 and "longer than the sequence" in out and "--on-long skip" in out
-    assert run(*short, "--on-long", "skip")[0] == 0
+    code, out = run(*short, "--on-long", "skip")
+    assert code == 0 and "3 global batches of index, 6 samples left out that are longer" in " ".join(out.split())
     code, out = run(*short, "--on-long", "cut")
     assert code == 2 and "--on-long" in out and "fail or skip" in out
+    code, out = run(*words[:-1], "2xA100-80", "--data", str(tmp_path / "index"), "--fix", "modules=disjoint")
+    assert code == 2 and "The modules need more devices than there are." in out and "where: --fix modules" in out
+    assert "seen: 1 for vision + 1 for language" in out and "allowed: 2 devices" in out and "try: fewer replicas" in out
     code, out = run(*words, "--data", str(tmp_path / "index"), "--held-out", "16")
     assert code == 2 and "no sample left to train on" in out
     assert run(*words, "--data", str(tmp_path / "index"), "--pack", "-o", plan_file)[0] == 0

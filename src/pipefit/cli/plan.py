@@ -163,6 +163,8 @@ def _sampled(source: Source, job: Job) -> dict[str, Any]:
     from pipefit.data.multimodal.planning import arranged_samples, sampled
 
     name = source.index.folder.name
+    if source.rows.too_long:
+        name += f", {source.rows.too_long} samples left out that are longer than the sequence"
     return {"samples": sampled(source.rows, job.batch, BATCHES, job.seed, name), "arrange": arranged_samples}
 
 

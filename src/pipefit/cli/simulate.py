@@ -40,7 +40,7 @@ def command(
         facts = {
             "prediction": to_data(plan.prediction),
             "bubble": timeline.bubble,
-            "critical_path_s": dict(path_shares(timeline)),
+            "critical_path_s": dict(path_shares(timeline, plan.stages)),
             "exposed_transfer_s": timeline.exposed_transfer_s.tolist(),
             "fits": simulation.fits,
         }

@@ -223,10 +223,16 @@ def _list_files(source: Path) -> list[Path]:
         return [source / name for name in names]
     if (source / SINGLE).is_file():
         return [source / SINGLE]
+    there = source.exists()
     raise ModelError(
-        "There are no weights here.", where=str(source), allowed=f"{SINGLE}, or {INDEX} with its files",
-        next_step="convert other formats with transformers' save_pretrained",
-    )  # fmt: skip
+        "There are no weights here.",
+        where=str(source),
+        seen=None if there else "no such file or directory",
+        allowed=f"{SINGLE}, or {INDEX} with its files",
+        next_step="convert other formats with transformers' save_pretrained"
+        if there
+        else "check the path; weights of modules are given as vision=DIR or language=DIR, or both with a comma between",
+    )
 
 
 def _open(path: Path) -> Any:

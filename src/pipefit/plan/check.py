@@ -272,11 +272,13 @@ def _cluster_problems(plan: Plan, cluster: Cluster) -> Iterator[PlanError]:
     count = device_count(cluster)
     for index, group in enumerate(plan.groups):
         if max(group.devices) >= count:
+            modules = dict.fromkeys(stage.module for stage in plan.stages if stage.group == index)
             yield PlanError(
                 "The cluster has no such device.",
-                where=f"groups[{index}].devices",
+                where=f"groups[{index}].devices ({', '.join(modules)})",
                 seen=max(group.devices),
                 allowed=f"0 to {count - 1}",
+                next_step=f"plan for this cluster (pipefit plan), or name one with {len(plan.devices)} devices or more",
             )
 
 

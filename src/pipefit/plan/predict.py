@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -24,7 +24,7 @@ from pipefit.model.ops import graph_flops
 from pipefit.model.ops.kind import Flops
 from pipefit.plan.ragged import conditions, frozen_layers
 from pipefit.plan.sharded import Programs
-from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction, Space
+from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction, Space, Stage
 from pipefit.plan.work import parts_of, pipeline_work
 from pipefit.simulate import Timeline, simulate
 from pipefit.simulate.memory import MemoryCurve
@@ -137,7 +137,7 @@ def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: flo
         flops_per_step=step_flops(plan, model),
         lanes=lanes,
         lower_bound_s=lower_bound_s,
-        binds=what_binds(timeline),
+        binds=what_binds(timeline, plan.stages),
         assumptions=(*simulation.costs.notes, *([APART] if plan.job.documents == "apart" else [])),
     )
     return replace(plan, prediction=prediction)
@@ -201,9 +201,10 @@ def _flop_sizes(space: Space, plan: Plan) -> tuple[Mapping[str, int], int]:
     return {**symbols, **dict(conditions(plan.spaces, plan.job.batch, 1.0))}, space.rows
 
 
-def what_binds(timeline: Timeline) -> str:
-    """What the step time hangs on: the largest shares of the simulated critical path, in words."""
-    shares = path_shares(timeline)
+def what_binds(timeline: Timeline, stages: Sequence[Stage]) -> str:
+    """What the step time hangs on: the largest shares of the simulated critical path, in words. `stages`: the plan's,
+    told with their modules where there are several."""
+    shares = path_shares(timeline, stages)
     whole = sum(shares.values())
     if not whole:
         return ""
@@ -211,18 +212,21 @@ def what_binds(timeline: Timeline) -> str:
     return ", ".join(f"{name} {value / whole:.0%} ({format_seconds(value)})" for name, value in top if value > 0)
 
 
-def path_shares(timeline: Timeline) -> Mapping[str, float]:
+def path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:
     """Seconds of the critical path by what they are: compute of each stage, transfers, reductions, optimizer."""
     shares: dict[str, float] = defaultdict(float)
+    several = len({stage.module for stage in stages}) > 1
+    names = [f"stage {index}{f' ({stage.module})' if several else ''}" for index, stage in enumerate(stages)]
+    names = names or [f"stage {index}" for index in range(timeline.graph.schedule.stages)]
     for span in timeline.critical_path:
         action = span.action
         if action.kind in ("F", "I", "W", "B"):
-            name = f"compute of stage {action.stage}"
+            name = f"compute of {names[action.stage]}"
         elif action.kind.startswith("SEND"):
             ends = (action.stage, action.peer)
             name = f"link between stages {min(ends)} and {max(ends)}"
         elif action.kind in ("REDUCE", "GATHER"):
-            name = f"gradient reduction of stage {action.stage}" if action.kind == "REDUCE" else "parameter gather"
+            name = f"gradient reduction of {names[action.stage]}" if action.kind == "REDUCE" else "parameter gather"
         else:
             name = "optimizer step"
         shares[name] += span.stop_s - span.start_s

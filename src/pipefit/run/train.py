@@ -89,6 +89,8 @@ class Run:
         peak = find_peak(self.world.device, self.plan.job.precision, self.world.local_size)
         if log is not None:
             log.say(f"peak FLOP/s used for mfu: {peak.flops_per_s:.3g} per device ({peak.source})")
+            if isinstance(self.feeding, ImageFeeding) and self.feeding.rows.too_long:
+                log.say(f"samples left out, longer than the sequence: {self.feeding.rows.too_long}")
         since, steps, data_s = time.perf_counter(), 0, 0.0
         for step in range(self.start, last):
             self.worker.tracing = config.trace == step + 1

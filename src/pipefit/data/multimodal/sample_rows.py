@@ -192,5 +192,6 @@ def _too_long(index: Index, lengths: Ints, sequence: int) -> DataError:
         where=f"{index.folder}, sample {index.name(first)}",
         seen=f"{lengths[first]} tokens, images among them, for a sequence of {sequence}; "
         f"{len(long)} of {len(lengths)} samples are too long, the longest has {lengths.max()}",
+        allowed=f"at most {sequence} tokens",
         next_step="plan a longer sequence, index with fewer patches an image, or leave them out: --on-long skip",
     )

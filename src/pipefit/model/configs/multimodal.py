@@ -8,6 +8,7 @@
 
 A LLaVA's config.json (`model_type` llava, with a `vision_config` and a `text_config`) becomes such a model where it is
 one: the encoder's layers up to `vision_feature_layer`, no norm behind them, and every token of an image in its place.
+`frozen` and `loss_weights` may stand in it.
 
 Global parameter names begin with the module's: `vision.layers.0.mlp.fc1.weight`, `language.model.layers.0...`.
 """
@@ -151,7 +152,9 @@ def _of_llava(fields: Fields) -> dict[str, Any]:
     language = {**(_LLAMA_DEFAULTS if language["model_type"] == "llama" else {}), **language}
     if fields.flag("tie_word_embeddings", default=False):
         language["tie_word_embeddings"] = True
+    ours = {name: fields.config[name] for name in ("frozen", "loss_weights") if name in fields.config}
     return {
+        **ours,
         "model_type": "multimodal",
         "vision": {**tower, "num_hidden_layers": layer},
         "language": language,
@@ -176,8 +179,9 @@ def _frozen(fields: Fields, modules: list[str]) -> tuple[str, ...]:
     allowed = [name for name in FREEZABLE if name.split(".")[0] in modules]
     if not isinstance(frozen, (list, tuple)) or any(name not in allowed for name in frozen):
         raise fields.wrong("frozen", frozen, f"a list of some of {', '.join(allowed)}")
+    whole = {*frozen, *(["vision"] if {"vision.encoder", "vision.projector"} <= {*frozen} else [])}
     fields.check(
-        not set(modules) <= set(frozen),
+        not whole.issuperset(modules),
         "Every module is frozen: there is nothing to train.",
         f"frozen {list(frozen)}",
         "leave one of them out of `frozen`",

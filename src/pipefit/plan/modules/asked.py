@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,18 +22,27 @@ COMMON = ("microbatches", "schedule", "zero1", "devices", "modules", "ahead", "b
 OWN = ("replicas", "stages", "shards", "recompute", "devices", "placement", "multiple", "divide")
 """What can be pinned for each."""
 
+SIZE = ("replicas", "stages", "shards")
+"""What a module's devices are the product of."""
+
 APART = ("stages", "devices")
 """What a module that shares the devices of another does not have."""
 
 
-def check_asked(model: Model, job: Job, pins: Mapping[str, Any], samples: Samples) -> None:
-    """Raises PlanError for what a plan of several modules cannot be."""
+def check_asked(model: Model, job: Job, pins: Mapping[str, Any], samples: Samples, devices: int) -> None:
+    """Raises PlanError for what a plan of several modules cannot be on so many devices."""
     for module in model.modules:
         if module.space == "samples":
             check_length(module, model, job.sequence, "--seq")
     for error in document_obstacles(model, "--documents") if job.documents == "apart" else ():
         raise error
-    for error in (*_pin_problems(model, job, pins), *_divide_problems(model, pins, samples)):
+    names = [module.name for module in model.modules]
+    problems = (
+        *_pin_problems(model, job, pins),
+        *_divide_problems(model, pins, samples),
+        *_device_problems(names, pins, devices),
+    )
+    for error in problems:
         raise error
 
 
@@ -109,6 +119,46 @@ def _divide_problems(model: Model, pins: Mapping[str, Any], samples: Samples) ->
                 allowed=f"images for {' and '.join(packed)}, with the data known" if packed else "samples",
                 next_step="plan with the data: pipefit plan --data INDEX" if module.name in packed else "drop it",
             )
+
+
+def _device_problems(names: Sequence[str], pins: Mapping[str, Any], devices: int) -> Iterator[PlanError]:
+    """Pins that need more devices than there are: one module by itself, or those that cannot share together."""
+    if pins.get("devices", 0) > devices:
+        yield PlanError(
+            "The cluster does not have so many devices.",
+            where="--fix devices",
+            seen=pins["devices"],
+            allowed=f"1 to {devices}",
+        )
+    need = {name: _least_devices(name, pins) for name in names}
+    apart = [
+        name
+        for name in names
+        if pins.get(f"{name}.placement", pins.get("modules")) == "disjoint"
+        or any(f"{name}.{key}" in pins for key in APART)
+    ]
+    most = min(devices, pins.get("devices", devices))
+    for together in (apart, *([name] for name in names)):
+        if sum(need[name] for name in together) > most:
+            keys = [f"{name}.{key}" for name in together for key in (*SIZE, "devices") if f"{name}.{key}" in pins]
+            each = " + ".join(f"{need[name]} for {name}" for name in together)
+            fewer = "fewer replicas, stages, shards or devices of a module"
+            yield PlanError(
+                "The modules need more devices than there are.",
+                where=f"--fix {', '.join(keys or ['modules'])}",
+                seen=f"{each} = {sum(need[name] for name in together)}" if len(together) > 1 else each,
+                allowed=f"{most} devices",
+                next_step=f"{fewer}, or let modules share devices: without disjoint, stages and devices of their own"
+                if len(together) > 1
+                else fewer,
+            )
+
+
+def _least_devices(name: str, pins: Mapping[str, Any]) -> int:
+    """What a module has at least, where nothing else is pinned one of each."""
+    sizes = (pins.get(f"{name}.{key}", 1) for key in SIZE)
+    grid = math.prod(one if isinstance(one, int) else len(one) for one in sizes)
+    return max(grid, int(pins.get(f"{name}.devices", 1)))
 
 
 def sharing_asked(pins: Mapping[str, Any], names: Sequence[str], able: Collection[str]) -> list[frozenset[str]]:

@@ -89,7 +89,7 @@ def modules_found(
 ) -> ModulesFound:
     """The best plans under `pins`, the fastest over all sampled batches first. Raises PlanError for pins that mean
     nothing here, and DoesNotFitError."""
-    check_asked(bench.model, job, pins, samples)
+    check_asked(bench.model, job, pins, samples, device_count(bench.cluster))
     finder = _Finder(bench, job, pins, samples, arrange)
     finder.look(progress)
     if not finder.trials.fitting:
@@ -313,7 +313,10 @@ class _Finder:
             samples.note,
             f"samples: {arranging_told(arranging)}",
             f"modules: {shares_told(best)}",
-            *(f"modules: {each}" for each in placements_told(fitting, self.choices(), self.backbone, self.mean_s())),
+            *(
+                f"modules: {each}"
+                for each in placements_told(fitting, self.trials.misfits, self.choices(), self.backbone, self.mean_s())
+            ),
             f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
             f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices, until "
             f"their actions come to {ACTIONS:,} and something of every placement fits",

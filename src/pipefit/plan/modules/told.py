@@ -7,20 +7,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 
 from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.outcome import Evaluated
+from pipefit.plan.outcome import Evaluated, Misfit
 from pipefit.plan.predict import what_binds
 from pipefit.plan.types import Arranging
 from pipefit.schedule.table import CODE
 from pipefit.simulate import Timeline
-from pipefit.units import format_seconds
+from pipefit.units import format_bytes, format_seconds
 
 
 def placements_told(
-    fitting: Sequence[Evaluated], choices: Sequence[Mapping[str, str]], backbone: str, mean_s: Mapping[int, float]
+    fitting: Sequence[Evaluated],
+    misfits: Sequence[Misfit],
+    choices: Sequence[Mapping[str, str]],
+    backbone: str,
+    mean_s: Mapping[int, float],
 ) -> Iterator[str]:
     """Which placement won and why: of every choice of modules on the devices of the `backbone` (name -> word) the best
-    step that was simulated, and what limits it. `fitting`: the best first, those whose mean over all batches is known,
-    by identity, before the others."""
+    step that was simulated, and what limits it, or what none of `misfits` has. `fitting`: the best first, those whose
+    mean over all batches is known, by identity, before the others."""
     chosen = _placed(fitting[0])
     how = f"{_names(chosen)} on the devices of {backbone}" if chosen else "every one on devices of its own"
     yield f"{how} ({_word(chosen)})"
@@ -28,11 +32,13 @@ def placements_told(
         words = f"{_names(placed)} {_word(placed)}" if placed else "all disjoint"
         first = next((one for one in fitting if _placed(one) == placed), None)
         if first is None:
-            yield f"{words}: no plan that was simulated fits"
+            lacking = [one.peak_bytes - one.limit_bytes for one in misfits if _placed(one) == placed]
+            closest = f": {format_bytes(min(lacking))} are missing in the closest one" if lacking else ""
+            yield f"{words}: no plan that was simulated fits{closest}"
             continue
         known = mean_s.get(id(first))
         step = format_seconds(known) if known else f"{format_seconds(first.step_s)} for the batch shown"
-        yield f"{words}: {step} at best; limited by {what_binds(first.simulation.timeline)}"
+        yield f"{words}: {step} at best; limited by {what_binds(first.simulation.timeline, first.parts.stages)}"
     if len(choices) == 1:
         yield "no other placement was looked at, because the placement is fixed or no module can share devices"
 
@@ -72,7 +78,7 @@ def _busy_s(timeline: Timeline) -> list[float]:
     return [float(each) for each in seconds]
 
 
-def _placed(one: Evaluated) -> dict[str, str]:
+def _placed(one: Evaluated | Misfit) -> dict[str, str]:
     assert isinstance(one.decisions, ModuleDecisions)
     return dict(one.decisions.placed)
 

@@ -119,7 +119,8 @@ class Trials:
                 "No layout of the modules fits: by the closed form every one needs more memory or devices.",
                 where=", ".join(module.name for module in self.bench.model.modules),
                 seen=f"{devices} devices for {len(self.costed)} modules, batch {self.job.batch}",
-                allowed="every module on devices of its own, within their memory",
+                allowed="every module within the memory of its devices, and no more replicas than samples in a "
+                "microbatch or stages than layers",
                 next_step="use more devices, or a smaller model" + (", or drop a --fix" if pinned else ""),
             )
         closest = min(self.misfits, key=lambda misfit: misfit.peak_bytes - misfit.limit_bytes)
