@@ -3,8 +3,9 @@
 JPEG images of many sizes with the statistics of photographs (noise whose amplitude falls with its frequency) are made
 in a folder for temporary files and indexed. The trainer stands for a device at work: it sleeps for a step and asks for
 the next one's images. Steps last FACTORS times what the images of one step take on the cores: below 1 cores cannot
-keep up, and what is waited for then is what they lack. In its own process the trainer decodes between two steps, on as
-many threads as there are workers; Pillow decodes without holding the interpreter.
+keep up, and what is waited for then is what they lack. Whoever decodes is bound to the same cores, as many as there are
+workers or threads: the trainer between two steps (`in_process`), threads of the trainer during the step before
+(`ahead`; Pillow decodes without holding the interpreter), and workers (`elsewhere`).
 
     python benchmarks/preparation.py --json benchmarks/results/preparation.json
     python benchmarks/preparation.py --quick
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,15 @@ def main() -> int:
         opened = open_index(index)
         cpu_s = measured_rate(opened).seconds(*image_sizes(opened)).mean()
         rows = []
+        every = sorted(os.sched_getaffinity(0))
         for cores in budgets:
+            os.sched_setaffinity(0, every[-cores:])
             work_s = in_process(recipe, cores, steps=4, step_s=0.0)["work_s"]
             for factor in FACTORS[1::2] if quick else FACTORS:
                 steps, step_s = 6 if quick else 12, factor * work_s
-                here, there = (run(recipe, cores, steps, step_s) for run in (in_process, elsewhere))
-                setting = {"cores": cores, "step_s": step_s, "step_over_work": step_s / here["work_s"]}
-                rows.append(setting | {"in_process": here, "elsewhere": there})
+                sides = {run.__name__: run(recipe, cores, steps, step_s) for run in (in_process, ahead, elsewhere)}
+                setting = {"cores": cores, "step_s": step_s, "step_over_work": step_s / sides["in_process"]["work_s"]}
+                rows.append(setting | sides)
                 print(line(rows[-1]), flush=True)
     images = {"images": opened.summary.images, "of_a_step": recipe.shape.batch, "cpu_ms_each": 1e3 * float(cpu_s)}
     write_result(arguments.json, {"provenance": provenance(), "images": images, "rows": rows})
@@ -111,16 +114,36 @@ def shape_of(batch: int) -> BatchShape:
 
 def in_process(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
     """The trainer decodes when it needs the images, on `cores` threads."""
-    make, plan_of = recipe.open(), Ahead(recipe, (), None)
     with ThreadPoolExecutor(cores) as threads:
+        asked = asking(recipe, threads)
+        waited = stepped(lambda step: [made.result() for made in asked(step)], steps, step_s)
+    return waited | {"work_s": waited["median_ms"] / 1e3}
+
+
+def ahead(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
+    """Threads of the trainer decode the next step's images during a step."""
+    with ThreadPoolExecutor(cores) as threads:
+        asked, coming = asking(recipe, threads), dict[int, list[Future[Any]]]()
 
         def take(step: int) -> None:
-            plan = plan_of.take(step).plan
-            runs = [(place, plan.run(place.stage, m, 0)) for place in PLACES for m in range(MICROBATCHES)]
-            list(threads.map(make, [FeedRequest(p.space, step, plan.rows[a:b], a) for p, (a, b) in runs]))
+            made = coming.pop(step, None) or asked(step)
+            coming[step + 1] = asked(step + 1)
+            for one in made:
+                one.result()
 
-        waited = stepped(take, steps, step_s)
-    return waited | {"work_s": waited["median_ms"] / 1e3}
+        return stepped(take, steps, step_s)
+
+
+def asking(recipe: Recipe, threads: ThreadPoolExecutor) -> Callable[[int], list[Future[Any]]]:
+    """Has threads of this process make what a step needs."""
+    make, plan_of = recipe.open(), Ahead(recipe, (), None)
+
+    def asked(step: int) -> list[Future[Any]]:
+        plan = plan_of.take(step).plan
+        runs = [(place, plan.run(place.stage, m, 0)) for place in PLACES for m in range(MICROBATCHES)]
+        return [threads.submit(make, FeedRequest(p.space, step, plan.rows[a:b], a)) for p, (a, b) in runs]
+
+    return asked
 
 
 def elsewhere(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str, Any]:
@@ -128,8 +151,8 @@ def elsewhere(recipe: Recipe, cores: int, steps: int, step_s: float) -> dict[str
     pool = start_pool(recipe, cores)
     assert pool is not None
     try:
-        ahead = Ahead(recipe, PLACES, pool)
-        return stepped(lambda step: ahead.take(step), steps, step_s)
+        prepared = Ahead(recipe, PLACES, pool)
+        return stepped(lambda step: prepared.take(step), steps, step_s)
     finally:
         pool.close()
 
@@ -153,10 +176,10 @@ def stepped(take: Callable[[int], Any], steps: int, step_s: float) -> dict[str, 
 
 
 def line(row: dict[str, Any]) -> str:
-    here, there = row["in_process"], row["elsewhere"]
+    here, before, there = row["in_process"], row["ahead"], row["elsewhere"]
     return (
         f"{row['cores']} cores, steps of {row['step_s']:.3f} s ({row['step_over_work']:.2f} x the work): waits "
-        f"{here['median_ms']:.1f} ms in process, {there['median_ms']:.2f} ms elsewhere "
+        f"{here['median_ms']:.1f} ms in process, {before['median_ms']:.1f} ms a step ahead, {there['median_ms']:.2f} ms elsewhere "
         f"(mean {there['mean_ms']:.1f}, at most {there['most_ms']:.1f})"
     )
 
