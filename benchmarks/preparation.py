@@ -179,8 +179,8 @@ def line(row: dict[str, Any]) -> str:
     here, before, there = row["in_process"], row["ahead"], row["elsewhere"]
     return (
         f"{row['cores']} cores, steps of {row['step_s']:.3f} s ({row['step_over_work']:.2f} x the work): waits "
-        f"{here['median_ms']:.1f} ms in process, {before['median_ms']:.1f} ms a step ahead, {there['median_ms']:.2f} ms elsewhere "
-        f"(mean {there['mean_ms']:.1f}, at most {there['most_ms']:.1f})"
+        f"{here['median_ms']:.1f} ms in process, {before['median_ms']:.1f} ms a step ahead, "
+        f"{there['median_ms']:.2f} ms elsewhere (mean {there['mean_ms']:.1f}, at most {there['most_ms']:.1f})"
     )
 
 
