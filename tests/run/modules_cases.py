@@ -41,10 +41,10 @@ def names_of(worker: Worker) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stage.module for stage in worker.plan.stages))
 
 
-def run_steps(plan: Plan, model: Model, steps: int = 1, tagged: bool = True) -> dict[str, Any]:
-    """Losses and norms by step; the last gradients and the final parameters, on rank 0; what an evaluation says."""
+def run_steps(plan: Plan, model: Model, steps: int = 1, tagged: bool = True, first: int = 0) -> dict[str, Any]:
+    """Losses and norms by step; the last gradients and the final parameters, on rank 0."""
     worker = build(plan, model, tagged)
-    losses = train(worker, range(steps))
+    losses = train(worker, range(first, first + steps))
     group = group_of(worker)
     gradients = {n: t.numpy() for n, t in gather_full(gradient_pieces(worker), group=group) if t is not None}
     pieces = model_pieces(worker, saving=True)

@@ -67,19 +67,22 @@ CONFIG: dict[str, Any] = {
     "loss_weights": {"language": 1.0, "generator": 0.5},
 }  # fmt: skip
 ALL = ("vision", "language", "generator")
+NO_IMAGES = 99
+"""A step whose samples are text alone."""
 
 
-def described(names: tuple[str, ...], frozen: tuple[str, ...] = ()) -> Any:
-    """The configuration of these modules, some of them frozen."""
+def described(names: tuple[str, ...], frozen: tuple[str, ...] = (), tied: bool = False) -> Any:
+    """The configuration of these modules, some of them frozen; `tied`: the language model's head is its embedding."""
     config = {name: part for name, part in CONFIG.items() if name in names or name not in ALL}
     weights = {name: weight for name, weight in CONFIG["loss_weights"].items() if name in names}
+    config["language"] = config["language"] | {"tie_word_embeddings": tied}
     return describe(config | {"loss_weights": weights, "frozen": list(frozen)}, "multimodal", "config")
 
 
 @lru_cache
-def model(names: tuple[str, ...] = ALL, frozen: tuple[str, ...] = ()) -> Model:
+def model(names: tuple[str, ...] = ALL, frozen: tuple[str, ...] = (), tied: bool = False) -> Model:
     """The captured model of these modules."""
-    found = described(names, frozen)
+    found = described(names, frozen, tied)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return capture(found.family, found.config)
@@ -111,12 +114,14 @@ def plan(
     together: bool = False,
     shared: Mapping[str, Sequence[Layout]] | None = None,
     multiple: int = 1,
+    multiples: Mapping[str, int] | None = None,
     divided: Sequence[str] = (),
 ) -> Plan:
     """Every module on devices of its own, one lane a stage; `together`: all stages on the same devices, one lane;
     `shared`: modules that lie on the lanes of the language model, whole, with a layout for each of them, whose stages
     take turns and `multiple` microbatches together; with one layout, on the first lane, the generator on the last;
-    `divided`: modules whose replicas divide images."""
+    `multiples`: how many microbatches modules on devices of their own take together; `divided`: modules whose replicas
+    divide images."""
     groups: list[GroupPlan] = []
     stages: list[Stage] = []
     shared, starts, first = shared or {}, dict[str, int](), 0
@@ -135,7 +140,8 @@ def plan(
         for place, run in enumerate(pairwise((0, *layout.cuts, len(module.layers))) if not each else ()):
             if not together or not groups:
                 groups.append(_group(layout, starts[module.name] + (0 if together else place * layout.size)))
-            stages.append(_stage(module, run, len(groups) - 1, recompute, layout))
+            stage = _stage(module, run, len(groups) - 1, recompute, layout)
+            stages.append(replace(stage, microbatch_multiple=(multiples or {}).get(module.name, 1)))
     stages = [replace(stage, divide="images" if stage.module in divided else "samples") for stage in stages]
     if order.startswith("inline"):
         stages = [replace(stage, group=groups.index(groups[stage.group])) for stage in stages]
@@ -238,11 +244,12 @@ def _parameters(
 
 @lru_cache
 def samples(names: tuple[str, ...], step_: int) -> tuple[Sample, ...]:
-    """The samples of a step, in the order of the batch: every third has images to see, every fourth some to draw."""
+    """The samples of a step, in the order of the batch: every third has images to see, every fourth some to draw,
+    but for the step without images."""
     draw = np.random.default_rng(step_)
 
     def sizes(some: bool) -> list[tuple[int, int]]:
-        count = int(draw.integers(1, 3)) if some else 0
+        count = int(draw.integers(1, 3)) if some and step_ != NO_IMAGES else 0
         return [tuple(draw.integers(1, 3, 2).tolist()) for _ in range(count)]
 
     config = typed_config("multimodal", described(names).config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 import modules_cases as cases
 import modules_toys as toys
@@ -53,12 +54,32 @@ LAYOUTS = {
         {},
     ),
     "3, 5": (layouts(Layout((1,) * 3), Layout((1,) * 5)), {"microbatches": 2}),
+    "shards 2:1, 2, 1:2 with split tokens": (
+        layouts(
+            Layout(shards=(2, 1)), Layout((1, 1), shards=(1, 1)), Layout(shards=(1, 2), sharding="megatron-sp")
+        ),
+        {},
+    ),
+    "split tokens 2:1, shards 2:1, 3": (
+        layouts(Layout(shards=(2, 1), sharding="megatron-sp"), Layout(shards=(2, 1)), Layout((1,) * 3)), {},
+    ),
+    "6 microbatches, vision 3 together, generator 2 together": (
+        layouts(Layout((1,) * 3), Layout((1, 1)), Layout((2, 1))),
+        {"microbatches": 6, "multiples": {"vision": 3, "generator": 2}, "order": "gpipe"},
+    ),
+    "6 microbatches, vision 2 together in 2 stages, generator 6": (
+        layouts(Layout((1, 1), (2,)), Layout((1,), (2,)), Layout((1, 1))),
+        {"microbatches": 6, "multiples": {"vision": 2, "generator": 6}, "order": "gpipe"},
+    ),
 }  # fmt: skip
 
 
+MODELS = (ALL, ALL[:2], ALL[1:])
+
+
 @lru_cache
-def reference(names: tuple[str, ...], frozen: tuple[str, ...] = ()):
-    return toys.reference(toys.model(names, frozen))
+def reference(names: tuple[str, ...], frozen: tuple[str, ...] = (), tied: bool = False, step: int = 0):
+    return toys.reference(toys.model(names, frozen, tied), step)
 
 
 def run(pool, plan, model, *arguments):
@@ -88,6 +109,66 @@ def test_loss_and_every_gradient_are_those_of_one_process(gloo_pool, case):
     agrees(run(gloo_pool, plan, model), *reference(tuple(each)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [pytest.param(n, first, id=f"{'-'.join(n)}, {first}") for n in MODELS for first in range(1, 10 - len(n))],
+)
+def test_every_mix_of_replica_counts_up_to_eight_processes(gloo_pool, names, first):
+    model = toys.model(names)
+    for others in product(range(1, 8), repeat=len(names) - 1):
+        mix = (first, *others)
+        if sum(mix) <= 8:
+            microbatches = next(count for count in (3, 2, 1) if max(mix) <= toys.JOB.batch // count)
+            each = {name: Layout((1,) * count) for name, count in zip(names, mix, strict=True)}
+            plan = toys.plan(model, each, microbatches=microbatches)
+            check_plan(plan, model)
+            agrees(run(gloo_pool, plan, model), *reference(names))
+
+
+@pytest.mark.parametrize("case", ["3, 2, 1", "2, 2 x 2 stages, 2", "1, 2 x 2 shards, 2 shards, split tokens"])
+def test_a_step_without_an_image(gloo_pool, case):
+    each, words = LAYOUTS[case]
+    model = toys.model()
+    assert not any(map(any, toys.counts(ALL, toys.NO_IMAGES).values()))
+    found = run(gloo_pool, toys.plan(model, each, **words), model, 1, True, toys.NO_IMAGES)
+    agrees(found, *reference(ALL, step=toys.NO_IMAGES))
+
+
+def test_the_first_step_leaves_replicas_without_tokens():
+    """Otherwise the cases above would no longer say anything of these."""
+    each, words = LAYOUTS["4, 2, 2, zero-1"]
+    plan = toys.plan(toys.model(), each, **words)
+    tokens, empty = TokenRuns(plan), set()
+    tokens.set(toys.images(ALL, 0))
+    for index, stage in enumerate(plan.stages):
+        if stage.module != "language":
+            runs = np.array([tokens.of(stage.space, index, m) for m in range(plan.order.microbatches)])
+            held = (runs[..., 1] - runs[..., 0]).sum(axis=0)
+            empty |= {(stage.module, replica) for replica, count in enumerate(held) if not count}
+    assert empty == {("vision", 0), ("vision", 3), ("generator", 1)}
+
+
+TIED = {
+    "2 stages x 2 replicas": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {}),
+    "zero-1": (layouts(Layout((1, 1)), Layout((1, 1), (2,)), Layout((1, 1))), {"zero1": True}),
+    "one stage": (layouts(Layout(), Layout((1, 1)), Layout()), {}),
+    "2 stages, no image encoder": ({"language": Layout((1, 1), (2,)), "generator": Layout((1, 1))}, {}),
+    "2 stages of 2 shards, no generator": (layouts(Layout((1, 1)), Layout((1,), (2,), (1, 1))), {}),
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_tied_embeddings(gloo_pool, case):
+    each, words = TIED[case]
+    model = toys.model(tuple(each), (), True)
+    plan = toys.plan(model, each, **words)
+    check_plan(plan, model)
+    (uses,) = (len(parameter.uses) for parameter in plan.parameters if "embed_tokens" in parameter.name)
+    assert uses == len(each["language"].cuts) + 1 and not any("lm_head" in one.name for one in plan.parameters)
+    agrees(run(gloo_pool, plan, model), *reference(tuple(each), tied=True))
+
+
 FROZEN = {
     "vision: nothing before it is trained": (("vision",), {0}, LAYOUTS["3, 2, 1"]),
     "vision in 2 stages": (("vision",), {0, 1}, LAYOUTS["2 stages, 2 x 2 stages, 2 stages"]),
@@ -101,6 +182,8 @@ FROZEN = {
     "language: input gradients only": (("language",), set(), LAYOUTS["uneven 2:1, 3, 1:2"]),
     "generator": (("generator",), set(), LAYOUTS["1, 3, 4"]),
     "language and generator": (("language", "generator"), set(), LAYOUTS["4, 2, 2, zero-1"]),
+    "vision and generator": (("vision", "generator"), {0}, LAYOUTS["3, 2, 1"]),
+    "the projector, behind a trained encoder": (("vision.projector",), set(), LAYOUTS["4, 2, 2, zero-1"]),
 }  # fmt: skip
 
 
@@ -116,9 +199,10 @@ def test_frozen_modules(gloo_pool, case):
     assert not {stage for kind, stage in kinds if kind in ("RECV_B", "REDUCE")} & dead, "a gradient nobody needs"
 
 
-def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_pool):
+@pytest.mark.parametrize("case", ["uneven 2:1, 3, 1:2", "shards 2:1, 2, 1:2 with split tokens"])
+def test_messages_need_no_tags_and_an_evaluation_gives_each_modules_loss(gloo_pool, case):
     """NCCL has no tags: what any step may send has a channel of its own, also what the first step does not."""
-    each, words = LAYOUTS["uneven 2:1, 3, 1:2"]
+    each, words = LAYOUTS[case]
     model = toys.model()
     plan = toys.plan(model, each, **words)
     gloo_pool.run(prepare, [(plan, model)], False, ranks=8)

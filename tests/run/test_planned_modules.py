@@ -22,6 +22,8 @@ FIXES = (
     ("microbatches=6", "vision.multiple=3", "language.shards=2", "language.stages=2", "generator.multiple=2"),
     ("microbatches=3", "vision.divide=images", "vision.replicas=3", "language.stages=2", "generator.divide=images",
      "generator.placement=shared", "language.shards=2"),
+    ("microbatches=3", "modules=inline", "vision.replicas=2", "language.stages=2", "language.shards=2",
+     "generator.divide=images", "schedule=1f1b"),
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ SHARED = {
     "both, in grids that differ from lane to lane": (
         lying(Layout((1, 1), CUT, (1, 1))), {"vision": (FOUR, GRID), "generator": (GRID, FOUR)}, {"recompute": "full"},
     ),
-    "both, unequal shares and split tokens": (
+    "both, unequal shares": (
         lying(Layout((2, 1, 1), CUT)),
         {"vision": (Layout((1,) * 3), Layout((1, 2, 1))), "generator": (Layout((1, 1, 2)), Layout((1,) * 3))},
         {},
@@ -55,14 +55,22 @@ SHARED = {
     "generator, vision elsewhere": (
         lying(Layout((1,), CUT, (1, 1)), vision=Layout((1,) * 3)), {"generator": (PAIR, SHARDS)}, {"zero1": True},
     ),
+    "4 turns on lanes of 2": (
+        lying(Layout((1, 1), (1, 2, 3))),
+        {"vision": (PAIR, SHARDS, PAIR, PAIR), "generator": (PAIR, PAIR, SHARDS, PAIR)}, {"microbatches": 6},
+    ),
+    "one lane of 6, vision 6 replicas": (
+        lying(Layout((1,) * 3, shards=(1, 1)), generator=PAIR), {"vision": (Layout((1,) * 6),)}, {"microbatches": 2},
+    ),
 }  # fmt: skip
 
 
-def made(case: str, frozen: tuple[str, ...] = (), **more):
+def made(case: str, frozen: tuple[str, ...] = (), tied: bool = False, **more):
     """(model, checked plan) of a case."""
     each, shared, words = (SHARED | TOGETHER | DIVIDED | INLINE)[case]
-    model = toys.model(ALL, frozen)
-    plan = toys.plan(model, each, shared=shared, **{"order": "gpipe"} | words | more)
+    model = toys.model(ALL, frozen, tied)
+    order = "inline 1f1b" if case in INLINE else "gpipe"
+    plan = toys.plan(model, each, shared=shared, **{"order": order} | words | more)
     check_plan(plan, model)
     return model, plan
 
@@ -83,6 +91,11 @@ TOGETHER = {
         {"microbatches": 4, "multiple": 2},
     ),
     "one lane, the same grid": (lying(PAIR), {"vision": (PAIR,)}, {"microbatches": 6, "multiple": 2}),
+    "unequal shares, 2 of 4 together": (
+        lying(Layout((2, 1), CUT)),
+        {"vision": (Layout((2, 1)), Layout((1, 2))), "generator": (Layout((1, 2)), Layout((2, 1)))},
+        {"microbatches": 4, "multiple": 2},
+    ),
 }  # fmt: skip
 
 
@@ -128,6 +141,11 @@ FROZEN = {
     "the encoder before its projector": (("vision.encoder",), "both, 2 of 4 together, in other grids", set()),
     "vision and language": (("vision", "language"), "generator, vision elsewhere", {0, 1, 2}),
     "generator": (("generator",), "generator 2 replicas on language 2 shards", set()),
+    "language": (("language",), "both, unequal shares", set()),
+    "language and generator": (("language", "generator"), "both, 2 of 4 together, in other grids", set()),
+    "vision and generator": (("vision", "generator"), "both in the language model's grid, other forms", {0, 1}),
+    "vision, in line": (("vision",), "grids of their own", {0}),
+    "generator, in line": (("generator",), "2 shards, split tokens", set()),
 }  # fmt: skip
 
 
@@ -141,11 +159,38 @@ def test_frozen_modules(gloo_pool, case):
     assert not {stage for kind, stage in kinds if kind in ("RECV_B", "REDUCE")} & dead, "a gradient nobody needs"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "both, in grids that differ from lane to lane", "4 turns on lanes of 2", "both, 2 of 4 together",
+        "grids of their own",
+    ],
+)  # fmt: skip
+def test_a_step_without_an_image(gloo_pool, case):
+    model, plan = made(case)
+    agrees(run(gloo_pool, plan, model, 1, True, toys.NO_IMAGES), *reference(ALL, step=toys.NO_IMAGES))
+
+
+@pytest.mark.parametrize("case", ["both, unequal shares", "2 replicas"])
+def test_tied_embeddings(gloo_pool, case):
+    """On the first and the last lane, where other modules lie as well: in turns, and in line with ZeRO-1."""
+    model, plan = made(case, tied=True)
+    (uses,) = (parameter.uses for parameter in plan.parameters if "embed_tokens" in parameter.name)
+    assert [plan.stages[use].module for use in uses] == ["language"] * 2
+    agrees(run(gloo_pool, plan, model), *reference(ALL, tied=True))
+
+
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
 def test_stages_beside_a_pipeline_in_its_own_order(gloo_pool, family):
     model, plan = made(
         "both, in grids that differ from lane to lane", order=f"beside {family}", microbatches=6, multiple=2
     )
+    agrees(run(gloo_pool, plan, model), *reference(ALL))
+
+
+@pytest.mark.parametrize("microbatches", [4, 6])
+def test_four_turns_beside_four_lanes(gloo_pool, microbatches):
+    model, plan = made("4 turns on lanes of 2", order="beside 1f1b", microbatches=microbatches)
     agrees(run(gloo_pool, plan, model), *reference(ALL))
 
 
@@ -161,6 +206,9 @@ INLINE = {
         lying(Layout((1, 1), CUT, (1, 1), "megatron-sp")),
         {"vision": (Layout((1, 1, 1, 1)),), "generator": (Layout((1, 1), (), (1, 1), "megatron-sp"),)}, {},
     ),
+    "unequal shares": (
+        lying(Layout((2, 1), CUT)), {"vision": (Layout((2, 1)),), "generator": (Layout((1, 2)),)}, {},
+    ),
 }  # fmt: skip
 
 
@@ -169,6 +217,7 @@ INLINE = {
     [
         ("2 replicas", "zb-h1", 2), ("2 shards, split tokens", "1f1b", 2), ("grids of their own", "1f1b", 4),
         ("grids of their own", "zb-h1", 4), ("one grid of its own, 4 devices a lane", "eager-1f1b", 3),
+        ("unequal shares", "1f1b", 3),
     ],
 )  # fmt: skip
 def test_modules_in_line_on_the_first_and_the_last_lane(gloo_pool, case, family, groups):
@@ -179,7 +228,7 @@ def test_modules_in_line_on_the_first_and_the_last_lane(gloo_pool, case, family,
 
 def test_messages_need_no_tags_training_goes_on_alike_and_an_evaluation_takes_turns_too(gloo_pool):
     """Three steps: what every lane holds of a shared module stays the same, and a parameter is saved once."""
-    model, plan = made("both, unequal shares and split tokens")
+    model, plan = made("both, unequal shares")
     gloo_pool.run(prepare, [(plan, model)], False, ranks=8)
     devices = len(plan.devices)
     found = gloo_pool.run(cases.run_steps, plan, model, 3, False, ranks=devices)[0]

@@ -57,9 +57,17 @@ def write_index(folder: Path, patch: int = 4, samples: int = 14) -> Path:
     return folder / "index"
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line.get("loss", line.get("eval_loss")) for line in lines if line.keys() & {"loss", "eval_loss"}]
+    kept = [line for line in lines_of(folder) if line.keys() & {"loss", "eval_loss"}]
+    return [line.get("loss", line.get("eval_loss")) for line in kept]
+
+
+def norms(folder: Path) -> list[float]:
+    return [line["grad_norm"] for line in lines_of(folder) if "grad_norm" in line]
 
 
 @pytest.mark.slow
@@ -83,6 +91,32 @@ def test_one_process_and_four_train_alike_and_go_on_from_each_other(tmp_path: Pa
     code, error = train_here(tmp_path / "alone.json", index, tmp_path / "on", *data, *resumed, steps=4)
     assert code == 0, error
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_modules_that_take_turns_train_as_one_process_with_clipped_gradients(tmp_path: Path) -> None:
+    model, index = small_model(), write_index(tmp_path)
+    alone = toys.plan(model, dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+    pair, shards = Layout((1, 1)), Layout(shards=(1, 1))
+    shared = toys.plan(
+        model,
+        dict(zip(toys.ALL, (Layout(), Layout((2, 1), (2,)), Layout()), strict=True)),
+        shared={"vision": (pair, shards), "generator": (shards, pair)},
+        microbatches=2,
+        order="gpipe",
+        job=JOB,
+    )
+    for name, plan in (("alone", alone), ("shared", shared)):
+        save_plan(plan, tmp_path / f"{name}.json")
+    options = ("--held-out", "2", "--lr", "0.01", "--eval-batches", "2", "--max-norm", "0.1")
+    code, error = train_here(tmp_path / "alone.json", index, tmp_path / "one", *options, steps=4)
+    assert code == 0, error
+    done = start(command(tmp_path / "shared.json", index, tmp_path / "four", *options, "--local", "4", steps=4))
+    assert done.returncode == 0, done.stderr
+    assert min(norms(tmp_path / "one")) > 0.1, "nothing was clipped"
+    assert norms(tmp_path / "four") == pytest.approx(norms(tmp_path / "one"), rel=1e-9)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
 
 
 def test_verify_runs_every_rank_alone_on_random_images_of_the_planned_counts() -> None:
