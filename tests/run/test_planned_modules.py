@@ -9,6 +9,7 @@ from modules_toys import ALL
 from test_modules import agrees, reference, run
 
 from pipefit.cluster import open_cluster
+from pipefit.errors import PlanError
 from pipefit.plan.check import check_plan
 from pipefit.plan.make import make_plan
 from pipefit.plan.modules.samples import Samples
@@ -36,6 +37,17 @@ def test_planned_runs_are_exact(gloo_pool, frozen):
         check_plan(plan, model)
         assert all(plan.decisions[key] == value for key, value in (fix.split("=") for fix in fixes))
         agrees(run(gloo_pool, plan, model), *reference(ALL, frozen))
+
+
+def test_a_tied_embedding_behind_a_generator_is_planned_in_forms_that_its_two_uses_have_alike(gloo_pool):
+    """The fused head of Megatron's program would split it, and the embedding has it whole."""
+    model = toys.model(ALL, (), True)
+    plan = make_plan(model, open_cluster("local:7"), toys.JOB, {}, samples=known_samples())
+    check_plan(plan, model)
+    assert plan.decisions["language.shards"] == "1"
+    agrees(run(gloo_pool, plan, model), *reference(ALL, (), True))
+    with pytest.raises(PlanError, match="cannot be split over so many shards"):
+        make_plan(model, open_cluster("local:7"), toys.JOB, parse_pins(["language.shards=2"]), samples=known_samples())
 
 
 def known_samples() -> Samples:

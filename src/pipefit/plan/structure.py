@@ -15,8 +15,8 @@ from pipefit.plan.types import AxisPlan, Edge, GroupPlan, Parameter, Stage, Wire
 
 
 class FormsError(PlanError):
-    """Stages that follow one another hold the hidden state in forms that do not go together: no plan, but others of the
-    same groups may be."""
+    """Stages that follow one another hold the hidden state, or two that share a parameter hold that, in forms that do
+    not go together: no plan, but others of the same groups may be."""
 
 
 def make_groups(decisions: Decisions) -> tuple[GroupPlan, ...]:
@@ -119,10 +119,11 @@ def make_parameters(
                 name = layer.parameters[spec.name]
                 fact = (_whole_shape(program, spec.name), spec.trainable, str(program.parameters[spec.name]))
                 if facts.setdefault(name, fact) != fact:
-                    raise PlanError(
+                    raise FormsError(
                         "A tied parameter is stored differently by its two uses.",
                         where=f"parameter {name!r}, layer {layer.name!r}",
                         seen=f"{facts[name]} and {fact}",
+                        next_step=f"lay {module.name} out without shards",
                     )
                 if index not in uses.setdefault(name, []):
                     uses[name].append(index)

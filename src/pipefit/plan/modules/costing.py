@@ -120,8 +120,9 @@ class Costing:
                     programs = [self.programs.program(layer, sharding, (1,) * count) for layer in module.layers]
                 except PlanError:
                     continue
-                yield sharding, count, programs
-                break
+                if _tied_alike(module, programs):
+                    yield sharding, count, programs
+                    break
 
     def _costs(
         self,
@@ -222,6 +223,16 @@ class Costing:
         tokens, squares = self.samples.tokens[module.space], self.samples.squares[module.space]
         cost: Array = load.token_s * tokens + load.square_s * squares
         return cost / cost.mean() if cost.any() else np.ones((1, 0))
+
+
+def _tied_alike(module: Module, programs: Sequence[LayerProgram]) -> bool:
+    """Whether layers that use the same parameter store it in the same form."""
+    forms: dict[str, str] = {}
+    for layer, program in zip(module.layers, programs, strict=True):
+        for own, form in program.parameters.items():
+            if forms.setdefault(layer.parameters[own], str(form)) != str(form):
+                return False
+    return True
 
 
 def _passing_bytes(cost: LayerCost) -> float:
