@@ -51,6 +51,24 @@ class Odd:
         return make
 
 
+class Unreadable:
+    """Can be sent, not received."""
+
+    def __reduce__(self) -> Any:
+        return _too_large, ()
+
+
+def _too_large() -> None:
+    raise MemoryError("of this size")
+
+
+class Garbled:
+    """Answers one request by what cannot be read, others by themselves."""
+
+    def open(self) -> Callable[[Any], Any]:
+        return lambda request: Unreadable() if request == "garbled" else request
+
+
 def digest(step: PreparedStep) -> str:
     """Of everything that a step feeds, and its counts."""
     state = hashlib.sha256(step.plan.rows.tobytes() + repr(sorted(step.plan.divisors.items())).encode())
@@ -86,6 +104,16 @@ def gone(process: int, timeout_s: float = 10.0) -> bool:
             if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
         except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def stands_still(process: int, timeout_s: float = 30.0) -> bool:
+    """Whether a process is stopped by a signal in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return True
         time.sleep(0.02)
     return False

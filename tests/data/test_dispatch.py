@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.data.preparation.dispatch import Dispatcher, Kill, Limits, Start
-from pipefit.data.preparation.executor import Died, Failed, Finished, Up
+from pipefit.data.preparation.executor import Died, Failed, Finished, Starting, Up
 from pipefit.errors import DataError
 
 
 def machine(workers: int, **limits: float) -> Dispatcher:
-    made = Dispatcher(Limits(**limits))  # type: ignore[arg-type]
+    made = Dispatcher(Limits(**limits), workers)  # type: ignore[arg-type]
     for worker in range(workers):
         made.handle(Up(worker), 0.0)
     return made
@@ -57,6 +58,10 @@ def test_what_a_dead_worker_did_is_done_again_first_and_given_up_in_the_end() ->
     with pytest.raises(DataError, match="lost its worker every time") as error:
         dispatcher.take(0)
     assert error.value.seen == "3 workers, the last one: ended by signal 9"
+    assert error.value.allowed == "a worker that lives and has done it within 300 s"
+    assert str(error.value.next_step).startswith(
+        "look for a shortage of memory on the host (fewer --workers need less)"
+    )
     assert dispatcher.counts.retried == 2 and dispatcher.counts.died == 3
 
 
@@ -73,7 +78,26 @@ def test_an_error_of_ours_is_final_and_any_other_is_tried_again() -> None:
         dispatcher.handle(Failed(0, 1, OSError("stale handle")), 0.0)
     with pytest.raises(DataError, match="fails every time") as error:
         dispatcher.take(1)
-    assert error.value.seen == "OSError: stale handle"
+    assert error.value.where == "task 1" and error.value.seen == "OSError: stale handle"
+    assert error.value.allowed == "one success in 2 attempts" and "--workers 0" in str(error.value.next_step)
+
+
+@pytest.mark.parametrize(
+    ("key", "where"),
+    [
+        (("step", 6), "step 7, its order of samples"),
+        (("feed", 6, 1, 2), "step 7, the arrays of stage 1, microbatch 2"),
+        ("other", "task other"),
+    ],
+)
+def test_errors_tell_the_step_of_a_task(key: Hashable, where: str) -> None:
+    dispatcher = machine(1, attempts=1)
+    dispatcher.add(key, None, 1)
+    started(dispatcher)
+    dispatcher.handle(Died(0, "ended by signal 9"), 0.0)
+    with pytest.raises(DataError, match="lost its worker every time") as error:
+        dispatcher.take(key)
+    assert error.value.where == where
 
 
 def test_a_late_task_goes_to_a_second_worker_and_the_first_answer_counts() -> None:
@@ -105,14 +129,71 @@ def test_a_worker_beyond_the_limit_is_killed_even_if_nobody_waits_for_it() -> No
     assert started(dispatcher, 12.0) == {0: 1}
 
 
-def test_workers_that_never_come_up_are_an_error_of_every_task() -> None:
-    dispatcher = Dispatcher(Limits(attempts=2))
+def test_a_task_whose_workers_are_all_killed_for_their_time_says_so() -> None:
+    dispatcher = machine(1, timeout_s=10, attempts=1)
+    dispatcher.add(0, None, 1)
+    started(dispatcher, 0.0)
+    assert dispatcher.instructions(11.0) == [Kill(0)]
+    dispatcher.handle(Died(0, "ended by signal 9"), 11.0)
+    with pytest.raises(DataError) as error:
+        dispatcher.take(0)
+    assert error.value.seen == "1 workers, the last one: killed, for it was not done after 10 s"
+
+
+def test_a_worker_that_is_never_up_is_killed_and_none_ever_up_is_an_error() -> None:
+    dispatcher = Dispatcher(Limits(attempts=2, start_timeout_s=10), 1)
     dispatcher.add(0, None, 1)
     for worker in range(3):
+        now_s = 100.0 * worker
+        assert not dispatcher.is_done(0)
+        dispatcher.handle(Starting(worker), now_s)
+        assert dispatcher.instructions(now_s + 9) == []
+        assert dispatcher.instructions(now_s + 11) == [Kill(worker)]
+        dispatcher.handle(Died(worker, "ended by signal 9"), now_s + 12)
+    with pytest.raises(DataError, match="die before they have done anything") as error:
+        dispatcher.take(0)
+    assert error.value.seen == "killed, for it was not there after 10 s" and dispatcher.counts.killed == 3
+
+
+def test_a_worker_that_is_up_has_no_time_limit_until_it_has_a_task() -> None:
+    dispatcher = Dispatcher(Limits(start_timeout_s=10), 1)
+    dispatcher.handle(Starting(0), 0.0)
+    dispatcher.handle(Up(0), 9.0)
+    assert dispatcher.instructions(1000.0) == []
+
+
+def test_many_workers_may_die_while_they_start_or_wait_without_an_error() -> None:
+    """As many at once as there are, and again: none is up then, and still the others may come."""
+    dispatcher = Dispatcher(Limits(attempts=3, credit_bytes=10), 4)
+    for worker in range(4):
+        dispatcher.handle(Died(worker, "ended by signal 9"), 0.0)
+    for worker in range(4, 8):
+        dispatcher.handle(Up(worker), 0.0)
+    dispatcher.add("first", None, 10)
+    dispatcher.add("second", None, 10)
+    worker = started(dispatcher)["first"]
+    dispatcher.handle(Finished(worker, "first", 1), 0.0)
+    for again in range(4):  # all idle: "second" waits for the credits of "first"
+        assert not started(dispatcher)
+        for idle in range(4):
+            dispatcher.handle(Died(4 + 4 * again + idle, "ended by signal 9"), 0.0)
+        for idle in range(4):
+            dispatcher.handle(Up(8 + 4 * again + idle), 0.0)
+    assert dispatcher.take("first") == 1
+    assert list(started(dispatcher)) == ["second"]
+
+
+def test_workers_that_never_come_up_are_an_error_of_every_task() -> None:
+    dispatcher = Dispatcher(Limits(attempts=2), 2)
+    dispatcher.add(0, None, 1)
+    for worker in range(5):
+        assert not dispatcher.is_done(0)
         dispatcher.handle(Died(worker, "exit code 1"), 0.0)
     with pytest.raises(DataError, match="die before they have done anything") as error:
         dispatcher.take(0)
-    assert error.value.seen == "exit code 1"
+    assert error.value.where == "the 5 workers that were started last" and error.value.seen == "exit code 1"
+    assert error.value.allowed == "one that is there within 300 s"
+    assert "python -P -m pipefit.data.preparation.worker" in str(error.value.next_step)
 
 
 @settings(max_examples=60, deadline=None)

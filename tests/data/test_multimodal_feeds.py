@@ -14,11 +14,13 @@ from multimodal_toys import LATENT_RULE, RULE, SEQUENCE, mixed_index, shape_of, 
 from PIL import Image
 
 from pipefit.data.feed_arrays import IGNORE
-from pipefit.data.multimodal.feeds import Source, feed_bytes, module_feed, run_feed
+from pipefit.data.multimodal import feeds as feeds_module
+from pipefit.data.multimodal.feeds import DECODED, Source, feed_bytes, module_feed, run_feed
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, rows_of_index
 from pipefit.data.multimodal.step import counted, multimodal_step
+from pipefit.data.preparation.ahead import Ahead, Place, Recipe
 
 SPACES = (PATCHES, SAMPLES, LATENTS)
 COMPARED = {SAMPLES: ("tokens", "labels"), PATCHES: ("pixels", "grid"), LATENTS: ("noisy", "target", "time")}
@@ -224,3 +226,60 @@ def test_a_start_token_is_one_more_in_front_of_every_image_that_is_looked_at(tmp
     assert np.flatnonzero(started).tolist() == sorted(set(with_it.arrays["documents"][0].tolist()))
     places = run_feed(source_of(index), SAMPLES, 0, np.arange(6), 0).arrays["image_places"]
     assert places.size == len(grid) == sum(with_it.image_lengths)
+
+
+@pytest.mark.parametrize("space", [PATCHES, LATENTS])
+def test_what_follows_from_metadata_is_made_without_decoding_an_image(
+    index: Index, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rows = source_of(index), np.arange(12)
+    whole = run_feed(source, space, 3, rows, 0)
+    monkeypatch.setattr(feeds_module, "read_patches", lambda *_: pytest.fail("an image is read"))
+    without = run_feed(source, space, 3, rows, 0, decode=False)
+    assert without.arrays.keys() == whole.arrays.keys() - {*DECODED[space]}
+    for name, array in without.arrays.items():
+        assert (array.dtype, array.tobytes()) == (whole.arrays[name].dtype, whole.arrays[name].tobytes())
+    assert without.image_lengths == whole.image_lengths and sum(without.image_lengths) > 0
+    values = (RULE if space == PATCHES else LATENT_RULE).patch_values
+    assert feed_bytes(source.rows, space, rows, values, decode=False) == without.size_bytes
+    assert feed_bytes(source.rows, space, rows, values) == whole.size_bytes
+    assert run_feed(source, space, 3, rows[:0], 0, decode=False).size_bytes == 0
+
+
+class InOrder:
+    """A pool that does a task, and those before it, when its result is waited for."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._make, self._tasks, self.done = recipe.open(), dict[Any, Any](), dict[Any, Any]()
+
+    def add(self, key: Any, request: Any, *_: Any) -> None:
+        self._tasks[key] = request
+
+    def is_done(self, key: Any) -> bool:
+        return key in self.done
+
+    def take(self, key: Any) -> Any:
+        while key not in self.done:
+            first = next(iter(self._tasks))
+            self.done[first] = self._make(self._tasks.pop(first))
+        return self.done[key]
+
+    def clear(self) -> None:
+        self._tasks.clear()
+
+    @property
+    def waiting(self) -> set[int]:
+        """Steps whose arrays are asked for and not yet made."""
+        return {key[1] for key in self._tasks if key[0] == "feed"}
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_the_steps_behind_the_first_are_made_while_the_trainer_is_at_it(index: Index, first: int) -> None:
+    """However a run starts: when it has its first step, the arrays of the next are asked for."""
+    recipe = Recipe(index=str(index.folder), shape=shape_of(12, 3, ((1,),)))
+    pool: Any = InOrder(recipe)
+    ahead = Ahead(recipe, (Place(0, PATCHES, 0),), pool, window=2)
+    ahead.take(first)
+    assert pool.waiting == {first + 1, first + 2}
+    ahead.take(first + 1)
+    assert pool.waiting == {first + 2, first + 3}

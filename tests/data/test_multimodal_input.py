@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,31 @@ def test_a_row_without_its_file(tmp_path: Path) -> None:
     assert error.value.seen == "3 samples left out for their images"
 
 
+def test_the_command_says_what_is_wrong_with_a_row_or_an_image_and_keeps_the_index(
+    tmp_path: Path, pipefit: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Code 2, one message with all its parts, and the index of before stands."""
+    rows = three(tmp_path)
+    before = indexed(tmp_path, rows).digest
+    words = ["data", str(tmp_path / "m.jsonl"), "-o", str(tmp_path / "index"), "--patch", "8"]
+    (tmp_path / "c.png").unlink()
+    code, _, error = pipefit(*words)
+    assert code == 2 and "The manifest names an image whose file is not there." in error
+    for part in (
+        "where: ",
+        "seen: c.png",
+        "allowed: image files that are there",
+        "try: mend the file or remove the row",
+    ):
+        assert part in error
+    cut_short(tmp_path / "a.png")
+    code, _, error = pipefit(*words)
+    assert code == 2 and "An image is broken." in error and "seen: a.png: " in error and "--on-broken skip" in error
+    assert open_index(tmp_path / "index").summary.digest == before
+    code, out, _ = pipefit(*words, "--on-broken", "skip")
+    assert code == 0 and "2 samples left out for a broken or absent image" in out
+
+
 def test_a_sample_longer_than_the_sequence(tmp_path: Path) -> None:
     rows = three(tmp_path)
     rows[1]["parts"].append({"text": "y" * 100})
@@ -84,6 +110,7 @@ def test_a_sample_longer_than_the_sequence(tmp_path: Path) -> None:
         rows_of_index(index, SEQUENCE)
     assert error.value.what == "A sample is longer than the sequence."
     assert error.value.where == f"{tmp_path}/index, sample b"
+    assert (error.value.allowed, str(error.value.next_step)[-14:]) == ("at most 96 tokens", "--on-long skip")
     assert str(error.value.seen).startswith("111 tokens, images among them, for a sequence of 96; 1 of 3 samples")
     assert rows_of_index(index, 111).count == 3, "9 patches, 101 bytes and the end"
     kept = rows_of_index(index, SEQUENCE, on_long="skip")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 from multimodal_toys import SEQUENCE, mixed_index, shape_of, source_of, write_images, write_rows
 from PIL import Image
 
+from pipefit.data.multimodal import images
 from pipefit.data.multimodal.feeds import run_feed
 from pipefit.data.multimodal.folder import write_manifest
 from pipefit.data.multimodal.images import BrokenImageError, ImageRule, read_patches, read_size
 from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
+from pipefit.data.preparation import ahead as ahead_module
 from pipefit.data.preparation.ahead import Ahead, Place, Recipe
 from pipefit.errors import DataError
 
@@ -139,6 +143,63 @@ def test_an_index_may_be_replaced_from_within(tmp_path: Path, monkeypatch: pytes
     assert open_index(index.folder).summary.digest == index.summary.digest
 
 
+def test_an_index_may_be_replaced_through_a_link(tmp_path: Path) -> None:
+    index, link = mixed_index(tmp_path, 4), tmp_path / "link"
+    link.symlink_to(index.folder)
+    make_index(index.summary.request, link)
+    assert link.is_symlink() and open_index(index.folder).summary.digest == index.summary.digest
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_index_that_cannot_take_the_place_of_another_leaves_it_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The first or the second renaming fails."""
+    index, real, calls = mixed_index(tmp_path, 4), os.replace, list[Any]()
+
+    def failing(*ends: Any) -> None:
+        calls.append(ends)
+        if len(calls) == at + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(*ends)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(DataError, match="The index cannot be written"):
+        make_index(index.summary.request, index.folder)
+    assert open_index(index.folder).summary.digest == index.summary.digest
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_there_is_a_whole_index_whenever_the_process_that_replaces_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Before each renaming and each removal: in its place, or beside it under the name that it was given."""
+    index, calls = mixed_index(tmp_path, 4), list[Any]()
+
+    def killed(real: Any) -> Any:
+        def doing(*arguments: Any, **options: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) > call:
+                raise Killed
+            return real(*arguments, **options)
+
+        return doing
+
+    monkeypatch.setattr(os, "replace", killed(os.replace))
+    monkeypatch.setattr(shutil, "rmtree", killed(shutil.rmtree))
+    with pytest.raises(Killed):
+        make_index(index.summary.request, index.folder)
+    found = [path.parent for path in tmp_path.glob("*index*/index.json")]
+    assert found and (index.folder in found or call == 1)
+    assert all(open_index(folder).summary.digest == index.summary.digest for folder in found)
+
+
 @pytest.mark.parametrize("name", ["tokens", "sample_parts", "parts", "images", "texts", "text_ends"])
 def test_an_array_of_an_index_that_is_empty_cut_or_of_another_one(tmp_path: Path, name: str) -> None:
     index, other = mixed_index(tmp_path / "one", 6), mixed_index(tmp_path / "other", 7)
@@ -170,3 +231,84 @@ def test_images_that_are_all_gone_end_a_run_that_would_skip_some(tmp_path: Path)
     with pytest.raises(DataError, match="broken now") as error:
         ahead.take(0)
     assert "whose samples with images are all broken" in str(error.value.where)
+
+
+def failing(times: int, error: BaseException, real: Any) -> Any:
+    """What raises an error so often, and then does what it should."""
+    left = [times]
+
+    def doing(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+        return real(*arguments, **options)
+
+    return doing
+
+
+@pytest.mark.parametrize("where", ["os.stat", "PIL.Image.open", "PIL.ImageFile.ImageFile.load", "os.path.getsize"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_an_error_of_the_system_that_passes_makes_no_image_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: int
+) -> None:
+    """Twice it is tried again; what stays is said in the system's words, and not that there is no such file."""
+    path = tmp_path / "a.png"
+    Image.fromarray(RAMP).save(path)
+    size, pixels = read_size(path, True), read_patches(path, read_size(path, True), RULE)
+    owner, _, name = where.rpartition(".")
+    holder = {"os": os, "os.path": os.path, "PIL.Image": Image, "PIL.ImageFile.ImageFile": Image.Image}[owner]
+    if owner.endswith("ImageFile"):
+        from PIL import PngImagePlugin
+
+        holder = PngImagePlugin.PngImageFile
+    real, error = getattr(holder, name), OSError(number, os.strerror(number), str(path))
+    monkeypatch.setattr(images, "_PAUSES_S", (0.0, 0.0))
+    for times, whole in ((2, True), (9, False)):
+        for read, expected in ((lambda: read_size(path, True), size), (lambda: read_patches(path, size, RULE), pixels)):
+            monkeypatch.setattr(holder, name, failing(times, error, real))
+            if whole:
+                assert np.array_equal(read(), expected)
+            else:
+                with pytest.raises(BrokenImageError) as caught:
+                    read()
+                assert str(caught.value) == os.strerror(number)
+    monkeypatch.undo()
+
+
+def test_a_name_that_no_file_has_a_folder_and_a_pipe_are_no_such_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("a")
+    for name in ("absent", "pipe", "file/below", ".", "\ud800"):
+        with pytest.raises(BrokenImageError, match="there is no such file"):
+            read_size(tmp_path / name, True)
+
+
+@pytest.mark.parametrize("where", ["open", "load", "convert"])
+def test_memory_that_runs_out_makes_no_image_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Neither when it is indexed nor when it is read: its sample would be gone for good."""
+    from PIL import PngImagePlugin
+
+    index = mixed_index(tmp_path, 6)
+    holder: Any = Image if where == "open" else PngImagePlugin.PngImageFile if where == "load" else Image.Image
+    monkeypatch.setattr(holder, where, failing(10**6, MemoryError(), None))
+    if where != "convert":
+        with pytest.raises(MemoryError):
+            make_index(replace(index.summary.request, on_broken="skip"), tmp_path / "other")
+    with pytest.raises(MemoryError):
+        run_feed(source_of(index), "patches", 0, np.arange(6), 0)
+
+
+def test_workers_with_other_versions_of_what_decodes_images_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = mixed_index(tmp_path, 6)
+    recipe = Recipe(index=str(index.folder), shape=shape_of(6, 3, ((1,),)), versions=images.versions())
+    recipe.open()
+    assert images.versions() == f"Pillow {Image.__version__}, numpy {np.__version__}"
+    monkeypatch.setattr(ahead_module, "versions", lambda: "Pillow 1.0, numpy 1.0")
+    with pytest.raises(DataError, match="decodes images with other versions than the run") as error:
+        recipe.open()
+    assert (error.value.seen, error.value.allowed) == ("Pillow 1.0, numpy 1.0", images.versions())
+    replace(recipe, versions="").open()

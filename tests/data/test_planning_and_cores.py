@@ -12,7 +12,7 @@ import pytest
 from multimodal_toys import SEQUENCE, made_rows, mixed_index, shape_of, write_images
 from typer.testing import CliRunner
 
-from pipefit.data.multimodal.index import open_index
+from pipefit.data.multimodal.index import GENERATE, IMAGE, open_index
 from pipefit.data.multimodal.planning import arranged_samples, sampled
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.step import multimodal_step
@@ -55,6 +55,16 @@ def test_cores_are_images_by_seconds_with_a_margin(tmp_path: Path) -> None:
     each = [0.25 + 1e-3 * p + 0.01 * t for p, t in zip(pixels.tolist(), tokens.tolist(), strict=True)]
     assert needed.images == 24 * rows.images.mean() and needed.image_s == pytest.approx(np.mean(each))
     assert needed.cores == int(np.ceil(24 * rows.images.mean() * np.mean(each) / 2.0 * 1.3))
+    assert needed.copies == 1 and "decoded by" not in needed.text()
+    parts = np.asarray(index.parts)
+    kinds = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)][:, 0].tolist()
+    assert {*kinds} == {IMAGE, GENERATE}
+    often = [2 if kind == IMAGE else 3.5 for kind in kinds]
+    more = cores_needed(index, rows, 24, 2.0, rate, {"patches": 2, "latents": 3.5})
+    work_s = np.mean([one * times for one, times in zip(each, often, strict=True)])
+    assert more.cores == int(np.ceil(24 * rows.images.mean() * work_s / 2.0 * 1.3)) > needed.cores
+    assert (more.images, more.image_s, more.copies) == (needed.images, needed.image_s, np.mean(often))
+    assert f"images, each decoded by {more.copies:.3g} devices, in steps of 2 s" in more.text()
 
 
 def test_a_measured_rate_says_what_the_measured_images_took_altogether(tmp_path: Path) -> None:

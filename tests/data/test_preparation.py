@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from multimodal_toys import SEQUENCE, mixed_index, shape_of
-from preparation_toys import PLACES, Odd, digest, gone
+from preparation_toys import PLACES, Garbled, Odd, digest, gone, stands_still
 
 from pipefit.data.multimodal.index import Index
 from pipefit.data.preparation.ahead import Ahead, Recipe
@@ -136,11 +138,21 @@ def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened:
     assert all(array.size == 1000 and array.flags.writeable for array, _ in results)
     assert pool.counts.hedged >= 1 and pool.counts.retried >= 1
     assert os.getpid() not in {process for _, process in results}
-    for key, (kind, message, seen) in enumerate(
+    for key, (kind, message, seen, attempts) in enumerate(
         [
-            ("raise", "An image is broken.", None),
-            ("fail", "A preparation task fails every time.", "RuntimeError: KeyError: 'odd'"),
-            ("crash", "A preparation task has lost its worker every time.", "ended by signal 9"),
+            ("raise", "An image is broken.", None, None),
+            (
+                "fail",
+                "A preparation task fails every time.",
+                "RuntimeError: KeyError: 'odd'",
+                "one success in 3 attempts",
+            ),
+            (
+                "crash",
+                "A preparation task has lost its worker every time.",
+                "ended by signal 9",
+                "a worker that lives and has done it within 30 s",
+            ),
         ]
     ):
         pool.add((kind, key), (kind, key), 1)
@@ -148,6 +160,123 @@ def test_workers_that_stop_crash_or_fail_are_made_up_for(tmp_path: Path, opened:
             pool.take((kind, key))
         assert error.value.what == message
         assert seen is None or str(error.value.seen).endswith(seen)
+        assert error.value.allowed == attempts
+
+
+def kill_all(executor: Processes, sent: int) -> None:
+    for process in list(executor.process_ids.values()):
+        os.kill(process, sent)
+
+
+def take_all(recipe: Recipe, pool: Pool) -> list[str]:
+    ahead = Ahead(recipe, PLACES, pool)
+    return [digest(ahead.take(step)) for step in range(STEPS)]
+
+
+def test_workers_that_are_killed_before_they_are_up_are_started_again(
+    recipe: Recipe, alone: list[str], opened: list[Pool]
+) -> None:
+    executor = Processes(recipe, 2)
+    kill_all(executor, signal.SIGKILL)
+    opened.append(pool := Pool(executor, Limits(attempts=1)))
+    assert take_all(recipe, pool) == alone and pool.counts.died == 2
+
+
+def test_workers_that_stand_still_before_they_are_up_are_killed_and_started_again(
+    recipe: Recipe, alone: list[str], opened: list[Pool]
+) -> None:
+    executor = Processes(recipe, 1)
+    kill_all(executor, signal.SIGSTOP)
+    opened.append(pool := Pool(executor, Limits(start_timeout_s=4, attempts=9)))
+    assert take_all(recipe, pool) == alone and pool.counts.killed >= 1
+
+
+def test_all_workers_are_killed_at_once_while_they_have_tasks(opened: list[Pool], tmp_path: Path) -> None:
+    executor = Processes(Odd(str(tmp_path)), 2)
+    opened.append(pool := Pool(executor))
+    for key in range(2):
+        pool.add(key, ("stop once", key), 8000)
+    stopped = list(executor.process_ids.values())
+    assert all(stands_still(process) for process in stopped)
+    kill_all(executor, signal.SIGKILL)
+    results = [pool.take(key) for key in range(2)]
+    assert [array.tobytes() for array, _ in results] == [np.full(1000, key).tobytes() for key in range(2)]
+    assert pool.counts.died == pool.counts.retried == 2 and not {process for _, process in results} & set(stopped)
+
+
+def test_all_workers_are_killed_at_once_between_steps(recipe: Recipe, alone: list[str], opened: list[Pool]) -> None:
+    executor = Processes(recipe, 3)
+    opened.append(pool := Pool(executor, Limits(credit_bytes=60_000)))
+    ahead = Ahead(recipe, PLACES, pool)
+    found = []
+    for step in range(STEPS):
+        found.append(digest(ahead.take(step)))
+        if step == 2:
+            kill_all(executor, signal.SIGKILL)
+    assert found == alone and pool.counts.died == 3
+
+
+def test_a_worker_that_stands_still_is_killed_after_the_time_limit_and_another_does_its_task(
+    recipe: Recipe, alone: list[str], opened: list[Pool]
+) -> None:
+    executor = Processes(recipe, 1)
+    opened.append(pool := Pool(executor, Limits(timeout_s=2, hedge_after_s=60, attempts=9)))
+    ahead = Ahead(recipe, PLACES, pool)
+    found = [digest(ahead.take(0))]
+    kill_all(executor, signal.SIGSTOP)
+    found += [digest(ahead.take(step)) for step in range(1, STEPS)]
+    assert found == alone and pool.counts.killed >= 1 and pool.counts.died >= 1
+
+
+def test_an_answer_that_cannot_be_read_costs_its_worker_and_says_why(opened: list[Pool]) -> None:
+    opened.append(pool := Pool(Processes(Garbled(), 1), Limits(attempts=2)))
+    pool.add(0, "garbled", 1)
+    with pytest.raises(DataError, match="lost its worker every time") as error:
+        pool.take(0)
+    assert error.value.seen == "2 workers, the last one: MemoryError: of this size"
+    pool.add(1, "plain", 1)
+    assert pool.take(1) == "plain"
+
+
+def test_workers_do_not_take_modules_from_the_folder_that_the_trainer_stands_in(
+    recipe: Recipe, alone: list[str], opened: list[Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "socket.py").write_text("raise RuntimeError('not the one that is meant')")
+    monkeypatch.setattr(sys, "path", [path or os.getcwd() for path in sys.path])
+    monkeypatch.chdir(tmp_path)
+    opened.append(pool := Pool(Processes(recipe, 1), Limits(attempts=1)))
+    assert take_all(recipe, pool) == alone and pool.counts.died == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_a_worker_that_stands_still_does_not_outlive_a_killed_trainer(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", STOPPED, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    out = tmp_path / "out"
+    with out.open("w") as file:  # no pipe, which the worker would hold open
+        done = subprocess.run(program, env=environment, stdout=file, stderr=file, timeout=60)
+    assert done.returncode == -signal.SIGKILL, out.read_text()
+    worker = int(out.read_text())
+    try:
+        assert gone(worker)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+STOPPED = """
+import os, signal, sys
+from preparation_toys import Odd, stands_still
+from pipefit.data.preparation.pool import Pool
+from pipefit.data.preparation.processes import Processes
+executor = Processes(Odd(sys.argv[1]), 1)
+Pool(executor).add(0, ("stop once", 0), 1)
+[worker] = executor.process_ids.values()
+assert stands_still(worker)
+print(worker, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"A trainer that is killed while its worker stands still over a task."
 
 
 def test_workers_that_cannot_open_what_they_are_told_are_an_error_where_it_is_waited_for(

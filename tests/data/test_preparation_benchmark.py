@@ -23,3 +23,17 @@ def test_waiting_is_less_elsewhere(tmp_path: Path) -> None:
     row = found["rows"][-1]
     assert row["step_over_work"] > 1 and found["images"]["of_a_step"] == 8
     assert row["elsewhere"]["median_ms"] < 0.25 * row["in_process"]["median_ms"]
+
+
+def test_the_page_has_what_was_recorded() -> None:
+    """Every row; under 10 ms where the cores keep up with what the planner's margin leaves them."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "preparation.json").read_text())
+    page = (ROOT / "docs" / "data.md").read_text().splitlines()
+    assert "+changes" not in found["provenance"]["commit"]
+    assert {row["cores"] for row in found["rows"]} == {1, 2}
+    for row in found["rows"]:
+        sides = [row[side] for side in ("in_process", "ahead", "elsewhere")]
+        cells = [f"{row['cores']}", f"{row['step_over_work']:.2f}", *(f"{side['median_ms']:.1f}" for side in sides)]
+        assert "| " + " | ".join([*cells, f"{sides[-1]['most_ms']:.1f}"]) + " |" in page, cells
+        if row["step_over_work"] >= 1.2:
+            assert sides[-1]["median_ms"] < 10

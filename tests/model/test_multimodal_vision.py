@@ -18,7 +18,7 @@ from in_float64 import AllInFloat64
 from multimodal_reference import grid_of
 from tests.run import modules_toys as toys
 
-from pipefit.errors import ModelError
+from pipefit.errors import FormatError, ModelError
 from pipefit.model.module_weights import module_weights, names_parts, split_parts
 from pipefit.model.registry import build_layers, describe, resolve, typed_config
 from pipefit.model.weights import layer_tensors, load_layers, save_weights
@@ -253,3 +253,26 @@ def test_weights_of_modules_that_are_not_there_are_one_clear_error(
 def test_weights_of_a_module_that_the_model_lacks_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no such module(.|\n)*seen: vision=(.|\n)*allowed: language"):
         weights_value(*toy_plan(("language", "generator")), f"vision={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"model_type": ', r"not valid JSON(.|\n)*line 1"), ("[1, 2]", r"no configuration(.|\n)*object")],
+)
+def test_a_damaged_configuration_beside_weights_is_one_clear_error(text: str, words: str, tmp_path: Path) -> None:
+    their_model("vit").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FormatError, match=words) as error:
+        module_weights({"vision": tmp_path}, "multimodal", resolve("multimodal-tiny").config, lambda *_: None)
+    assert str(tmp_path / "config.json") in error.value.where
+
+
+@pytest.mark.parametrize("tower", [None, [], "vit"])
+def test_a_siglip_without_a_configuration_of_its_vision_model_is_one_clear_error(tower: Any) -> None:
+    config = {
+        "model_type": "multimodal",
+        "vision": {"model_type": "siglip", "vision_config": tower},
+        "language": resolve("tiny").config,
+    }
+    with pytest.raises(ModelError, match=r"'vision_config'(.|\n)*allowed: a JSON object"):
+        describe(config, "m", "config")

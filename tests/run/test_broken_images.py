@@ -14,19 +14,30 @@ from modules_toys import Layout
 from test_train_images import JOB, losses, small_model, write_index
 from train_toys import command, start, train_here
 
-from pipefit.data.multimodal.index import IMAGE, make_index, open_index
+from pipefit.cli.plan import _preparation
+from pipefit.data.multimodal import feeds as feeds_module
+from pipefit.data.multimodal import images as images_module
+from pipefit.data.multimodal.feeds import Source
+from pipefit.data.multimodal.index import GENERATE, IMAGE, make_index, open_index
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.sequence import images_of
 from pipefit.data.multimodal.step import multimodal_step
+from pipefit.data.preparation.cores import copies
 from pipefit.data.stepplan import batch_shape
-from pipefit.errors import RunError
+from pipefit.errors import DataError, RunError
 from pipefit.plan.check import save_plan
+from pipefit.plan.types import Plan
 from pipefit.run import checkpoint
+from pipefit.run import image_feeding as image_feeding_module
+from pipefit.run import launch as launch_module
+from pipefit.run import train as train_module
 from pipefit.run.build import build_worker
 from pipefit.run.comms import Comms
 from pipefit.run.config import TrainConfig, check_train_config
 from pipefit.run.image_feeding import ImageFeeding, open_images
+from pipefit.run.launch import rank_token
 from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.setup import World
 from pipefit.show.record import read_run
 
 
@@ -159,3 +170,126 @@ def test_a_replica_without_rows_has_no_documents_to_keep_apart(tmp_path: Path) -
         fed = open_images(plan, model, config, device, torch.device("cpu")).step(0)
         found = {len(slices[0].rows) for each in fed.feeds.values() for slices in each}
         assert found == {1 if device == 1 else 0} or found == {0 if device == 1 else 1}
+
+
+CUT = {
+    "vision": Layout(cuts=(1, 2, 3)),
+    "language": Layout(),
+    "generator": Layout(cuts=(1, 2)),
+}
+"""A stage for every layer of the modules of images."""
+
+
+@pytest.mark.parametrize(
+    ("layouts", "often"),
+    [
+        (dict.fromkeys(toys.ALL, Layout()), (1, 1)),
+        (CUT, (1, 2)),
+        ({**CUT, "vision": Layout((1, 1), (1, 2), (1, 1)), "generator": Layout(shards=(1, 1))}, (2, 2)),
+    ],
+    ids=["whole", "cut", "shards"],
+)
+def test_an_image_is_decoded_only_where_its_pixels_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layouts: dict[str, Layout], often: tuple[int, int]
+) -> None:
+    """By the first stage of the encoder, and by the first and the last of the generator; on every shard. What `copies`
+    says is what is counted on all devices."""
+    index, model, seen = write_index(tmp_path), small_model(), list[int]()
+    plan = toys.plan(model, layouts, microbatches=2, job=JOB)
+    config = TrainConfig(plan="p", run_dir="r", steps=1, data=(str(index),), held_out=0)
+    real = feeds_module.read_patches
+    monkeypatch.setattr(feeds_module, "read_patches", lambda *a: (seen.append(a[2].patch), real(*a))[1])
+    for device in plan.devices:
+        open_images(plan, model, config, device, torch.device("cpu")).step(0)
+    opened, rows = open_index(index), rows_of_index(open_index(index), JOB.sequence, batch=JOB.batch)
+    step = multimodal_step(batch_shape(plan), rows, 0).rows.tolist()
+    for space, kind, patch, times in (("patches", IMAGE, 4, often[0]), ("latents", GENERATE, 2, often[1])):
+        images = sum(len(images_of(opened, rows, row, kind)) for row in step)
+        assert images and seen.count(patch) == times * images
+        assert copies(plan, model)[space] == times
+
+
+def test_the_planner_counts_an_image_for_every_shard_that_decodes_it(tmp_path: Path) -> None:
+    model, index = small_model(), open_index(write_index(tmp_path))
+    source = Source(index=index, rows=rows_of_index(index, JOB.sequence, batch=JOB.batch), seed=0)
+    for shards, words in (((1,), " images in steps"), ((1, 1), " images, each decoded by 2 devices, in steps")):
+        plan = toys.plan(model, dict.fromkeys(toys.ALL, Layout(shards=shards)), job=JOB)
+        assert words in _preparation(source, plan, model, 1e-3)
+
+
+def test_stages_that_take_turns_decode_their_part_of_the_images() -> None:
+    model = small_model()
+    whole, shards = Layout((1, 1)), Layout(shards=(1, 1))
+    shared = {"vision": (whole, shards), "generator": (shards, whole)}
+    layouts = dict(zip(toys.ALL, (Layout(), Layout((2, 1), (2,)), Layout()), strict=True))
+    plan = toys.plan(model, layouts, shared=shared, microbatches=2, order="gpipe", job=JOB)
+    assert copies(plan, model) == {"patches": 1.5, "latents": 1.5}
+
+
+def test_stages_without_pixels_train_as_one_stage(tmp_path: Path) -> None:
+    index, model = write_index(tmp_path), small_model()
+    found = []
+    for layouts in (dict.fromkeys(toys.ALL, Layout()), CUT):
+        plan = toys.plan(model, layouts, together=True, order="gpipe", job=JOB)
+        config = TrainConfig(plan="p", run_dir="r", steps=2, data=(str(index),), held_out=0)
+        feeds = open_images(plan, model, config, 0, torch.device("cpu"))
+        worker = build_worker(plan, model, Comms(torch.device("cpu")), torch.device("cpu"), OptimizerConfig(lr=0.01))
+        fed = [feeds.step(step) for step in range(2)]
+        found.append([float(worker.step(each.feeds, n, each.divisor, each.counts).loss) for n, each in enumerate(fed)])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def alone() -> Plan:
+    return toys.plan(small_model(), dict.fromkeys(toys.ALL, Layout()), together=True, order="gpipe", job=JOB)
+
+
+def test_workers_are_told_where_the_index_is_whatever_folder_they_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = write_index(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert feeding(Path("index"))._ahead.recipe.index == str(index)
+
+
+def test_workers_are_told_what_decodes_images_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_feeding_module, "versions", lambda: "Pillow 1.0, numpy 1.0")
+    feeds = feeding(write_index(tmp_path), workers=1)
+    try:
+        with pytest.raises(DataError, match="die before they have done anything") as error:
+            feeds.step(0)
+    finally:
+        feeds.close()
+    for part in ("other versions than the run", images_module.versions(), "Pillow 1.0, numpy 1.0"):
+        assert part in str(error.value.seen)
+
+
+def test_ranks_compare_what_decodes_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = TrainConfig(plan="p", run_dir="r", steps=1), alone()
+    assert f", {images_module.versions()}, " in rank_token(plan, config, 0)
+    text = replace(plan, stages=tuple(replace(stage, space="samples") for stage in plan.stages))
+    assert "Pillow" not in rank_token(text, config, 0)
+    monkeypatch.setattr(launch_module, "versions", lambda: "Pillow 1.0, numpy 1.0")
+    assert ", Pillow 1.0, numpy 1.0, " in rank_token(plan, config, 0)
+
+
+@pytest.mark.parametrize("what", ["build_worker", "open_run_dir", "Log"])
+def test_a_run_that_fails_at_its_start_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    made: list[Any] = []
+    real = train_module.open_images
+    monkeypatch.setattr(train_module, "open_images", lambda *a: (made.append(real(*a)), made[0])[1])
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RunError("It broke.")
+
+    monkeypatch.setattr(train_module, what, broken)
+    save_plan(alone(), tmp_path / "plan.json")
+    config = TrainConfig(
+        plan=str(tmp_path / "plan.json"), run_dir=str(tmp_path / "run"), steps=1, data=(str(write_index(tmp_path)),),
+        held_out=0, workers=1,
+    )  # fmt: skip
+    with pytest.raises(RunError, match="It broke"):
+        train_module.train(alone(), config, World(torch.device("cpu")))
+    (pool,) = [feeds._pool for feeds in made]
+    assert not pool._thread.is_alive() and pool._executor.process_ids == {}

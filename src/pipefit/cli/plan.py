@@ -94,7 +94,7 @@ def command(
     for line in forecast(plan):
         print(line)
     if source is not None and plan.prediction is not None:
-        print(_preparation(source, job, plan.prediction.step_s))
+        print(_preparation(source, plan, opened, plan.prediction.step_s))
     print_tables(tables(plan))
     _print_origins(plan)
     if output is not None:
@@ -168,11 +168,12 @@ def _sampled(source: Source, job: Job) -> dict[str, Any]:
     return {"samples": sampled(source.rows, job.batch, BATCHES, job.seed, name), "arrange": arranged_samples}
 
 
-def _preparation(source: Source, job: Job, step_s: float) -> str:
+def _preparation(source: Source, plan: Plan, model: Model, step_s: float) -> str:
     """The cores with which preparing the samples keeps up with the plan's steps. Not in the plan: measured here."""
-    from pipefit.data.preparation.cores import cores_needed, measured_rate
+    from pipefit.data.preparation.cores import copies, cores_needed, measured_rate
 
-    return cores_needed(source.index, source.rows, job.batch, step_s, measured_rate(source.index)).text()
+    rate = measured_rate(source.index)
+    return cores_needed(source.index, source.rows, plan.job.batch, step_s, rate, copies(plan, model)).text()
 
 
 def _job(batch: int, seq: int, precision: str, seed: int, documents: str) -> Job:

@@ -6,7 +6,6 @@ projector, the generator) starts as it would without weights. Torch is imported 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from pipefit.errors import ModelError
 from pipefit.model.configs.multimodal import MultimodalConfig
 from pipefit.model.layers import typed_config
+from pipefit.model.registry import read_json
 from pipefit.model.weights import Box, WeightFiles
 
 PARTS = ("vision", "language")
@@ -77,14 +77,15 @@ _EITHER = {"initializer_range", "image_mean", "image_std", "max_position_embeddi
 
 
 def _same_config(part: str, directory: Path, typed: Any) -> None:
-    """Raise ModelError where the config.json of a directory is of another module than the model's."""
+    """Raise ModelError where the config.json of a directory is of another module than the model's, FormatError where
+    it is damaged."""
     from pipefit.model.configs import llama, vision
 
     path = directory / "config.json"
     if not path.is_file():
         return
     read: Any = vision.read if part == "vision" else llama.read
-    found = read(json.loads(path.read_text(encoding="utf-8")), str(path)).to_config()
+    found = read(read_json(path), str(path)).to_config()
     wanted = getattr(typed, part).to_config()
     names = [n for n in sorted({*found, *wanted} - _EITHER) if found.get(n) != wanted.get(n)]
     if names:

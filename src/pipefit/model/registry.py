@@ -53,16 +53,16 @@ def resolve(source: str) -> Described:
     """What `source` names. Raises ModelError (unknown name or model type, bad fields) or FormatError (no JSON)."""
     path = Path(source)
     if source in builtin_names():
-        return describe(_read_json(_BUILTIN_DIRECTORY / f"{source}.json"), source, where=f"built-in model {source}")
+        return describe(read_json(_BUILTIN_DIRECTORY / f"{source}.json"), source, where=f"built-in model {source}")
     if _is_function(source):
         return Described(source, USER, {"source": source})
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError("The directory has no config.json.", where=str(path), next_step="give a model's directory")
-        config = _with_parts(_read_json(path / "config.json"), path)
+        config = _with_parts(read_json(path / "config.json"), path)
         return describe(config, source, where=str(path / "config.json"))
     if path.is_file():
-        data = _read_json(path)
+        data = read_json(path)
         if "graphs" in data and "modules" in data:
             return Described(source, str(data.get("family", USER)), data.get("config", {}))
         return describe(_with_parts(data, path.parent), source, where=source)
@@ -96,7 +96,7 @@ def open_model(source: str) -> Model:
     """The captured model that `source` names: a saved model is read (no torch), anything else is captured."""
     path = Path(source)
     if path.is_file() and path.suffix == ".json":
-        data = _read_json(path)
+        data = read_json(path)
         if "graphs" in data and "modules" in data:
             return codec.from_data(Model, data, source)
     described = resolve(source)
@@ -136,7 +136,7 @@ def _with_parts(config: dict[str, Any], folder: Path) -> dict[str, Any]:
                 seen=str(path),
                 next_step="give the directory of a Hugging Face model, from the folder of this configuration",
             )
-    return {**config, **{part: _read_json(path / "config.json") for part, path in named.items()}}
+    return {**config, **{part: read_json(path / "config.json") for part, path in named.items()}}
 
 
 def _is_function(source: str) -> bool:
@@ -144,7 +144,7 @@ def _is_function(source: str) -> bool:
     return file.endswith(".py") and function.isidentifier()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from pipefit.data.multimodal.broken import Broken, OnBroken, merged
 from pipefit.data.multimodal.feeds import Arrays
 from pipefit.data.multimodal.fits import check_index, data_inputs
+from pipefit.data.multimodal.images import versions
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe, Together
+from pipefit.data.preparation.cores import takes_decoded
 from pipefit.data.preparation.start import Workers, start_pool
 from pipefit.data.sources import STDLIB
 from pipefit.data.stepplan import batch_shape
@@ -55,7 +58,7 @@ def open_images(
             next_step="make it: pipefit data MANIFEST -o FOLDER",
         )
     recipe = Recipe(
-        index=config.data[0],
+        index=str(Path(config.data[0]).absolute()),  # workers elsewhere stand in other folders
         shape=batch_shape(plan),
         held_out=config.held_out,
         pack=config.pack,
@@ -93,7 +96,8 @@ class ImageFeeding:
         for number, stage in enumerate(plan.stages):
             group = plan.groups[stage.group].group()
             if device in group.devices:
-                places.append(Place(number, stage.space, group.position(device, "replica")))
+                replica = group.position(device, "replica")
+                places.append(Place(number, stage.space, replica, takes_decoded(model, stage)))
         self._ahead = Ahead(recipe, tuple(places), None, stop=steps, on_broken=on_broken, together=together)
         index = self._ahead.source.index
         check_index(model, index, self._ahead.source.rows)
@@ -102,7 +106,8 @@ class ImageFeeding:
         self.rows = self._ahead.source.rows
         self.rows.require_batch(plan.job.batch)
         self.digest = f"{index.summary.digest}/{recipe.pack}/{recipe.on_long}"
-        self._pool = start_pool(replace(recipe, digest=index.summary.digest), workers, prepare)
+        told = replace(recipe, digest=index.summary.digest, versions=versions())
+        self._pool = start_pool(told, workers, prepare)
         self._ahead.prepare_by(self._pool)
 
     def step(self, step: int) -> Fed:

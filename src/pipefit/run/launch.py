@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from pipefit import __version__, codec
+from pipefit.data.multimodal.images import versions
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES
 from pipefit.errors import ClusterError, PipefitError, RunError
 from pipefit.plan.types import Plan
 from pipefit.run.config import TrainConfig
@@ -167,14 +169,18 @@ _LOCAL = ("plan", "cluster", "run_dir", "data", "tokenizer", "resume", "weights"
 
 
 def rank_token(plan: Plan, config: TrainConfig, rank: int) -> str:
-    """What all ranks must agree on: plan, package versions, and every option that is not a place on a host."""
+    """What all ranks must agree on: plan, package versions, and every option that is not a place on a host. Of a plan
+    with images, what decodes them, too."""
     fault = injected()
     odd = "-other" if fault is not None and fault.kind == "plan" and fault.rank == rank else ""
     options = {key: value for key, value in codec.to_data(config).items() if key not in _LOCAL}
     options |= options.pop("optimizer")
     options |= {"steps": config.steps, "resumes": bool(config.resume), "with weights": bool(config.weights)}
     words = [f"{key.replace('_', ' ')} {value}" for key, value in sorted(options.items())]
-    return ", ".join([f"plan {plan.hash}{odd}", f"pipefit {__version__}", f"torch {torch.__version__}", *words])
+    software = [f"pipefit {__version__}", f"torch {torch.__version__}"]
+    if any(stage.space in (PATCHES, LATENTS) for stage in plan.stages):
+        software.append(versions())
+    return ", ".join([f"plan {plan.hash}{odd}", *software, *words])
 
 
 def _fail(error: Exception, plan: Plan, config: TrainConfig, world: World) -> int:

@@ -40,6 +40,7 @@ from pipefit.run.given import Given, first_values, given, samples_of
 from pipefit.run.image_feeding import ImageFeeding, is_multimodal, mean_sizes, open_images
 from pipefit.run.initial import Value, initial_values
 from pipefit.run.metrics import Log, find_peak, memory_of, step_metrics
+from pipefit.run.optimizer import OptimizerConfig
 from pipefit.run.setup import World
 from pipefit.run.state import MODEL, all_pieces, model_pieces, stored_pieces
 from pipefit.run.worker import StepResult, Worker
@@ -59,6 +60,15 @@ class Run:
         if self.given is not None and config.weights:
             self.given = first_values(self.given, config.weights)
         self.feeding = shared_feeding(plan, self.model, self.given, config, world)
+        try:
+            self._prepare(optimizer)
+        except BaseException:
+            self.feeding.close()
+            raise
+
+    def _prepare(self, optimizer: OptimizerConfig) -> None:
+        """All that is made once there is something to feed, whose workers have started."""
+        plan, config, world = self.plan, self.config, self.world
         world.agree("corpus", self.feeding.digest, other_corpus)
         value = weights_value(plan, self.model, config.weights) if config.weights else None
         self.worker = build_worker(plan, self.model, Comms(world.device), world.device, optimizer, value=value)
@@ -393,10 +403,10 @@ def train(plan: Plan, config: TrainConfig, world: World) -> None:
     """Everything that one rank does."""
     world.from_rank_0("folder", lambda: str(check_run_dir(config)))
     run = Run(plan, config, world)
-    world.from_rank_0("directory", lambda: str(open_run_dir(config, plan, world.device)))
-    directory = Path(config.run_dir)
-    log = Log(directory, config.tensorboard) if world.rank == 0 else None
+    directory, log = Path(config.run_dir), None
     try:
+        world.from_rank_0("directory", lambda: str(open_run_dir(config, plan, world.device)))
+        log = Log(directory, config.tensorboard) if world.rank == 0 else None
         run.train(log, directory)
     finally:
         run.feeding.close()

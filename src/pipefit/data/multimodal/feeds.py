@@ -28,6 +28,9 @@ from pipefit.layout import Run
 _NOISE = 0x401_5E
 """Part of the key of noise and times."""
 
+DECODED = {PATCHES: ("pixels",), LATENTS: ("noisy", "target")}
+"""Arrays of packed spaces that images are decoded for; all others follow from metadata."""
+
 NORMAL_SCALE = 127.5
 """Generated pixels p lie at p / 127.5 - 1 in the space of the noise."""
 
@@ -74,9 +77,11 @@ def run_feed(
     first: int,
     left_out: Set[int] = NONE,
     some: Run | None = None,
+    decode: bool = True,
 ) -> Arrays:
     """The arrays of `rows`, which stand at the positions of the batch from `first` on, without the samples that are
-    `left_out` of them; of a packed space, with this run of their images alone. B rows, T = the sequence.
+    `left_out` of them; of a packed space, with this run of their images alone, and without `DECODED` unless `decode`.
+    B rows, T = the sequence.
 
     `samples`: tokens, labels, positions (B, T); documents (B, T), where each token's sample starts; rows (B,), their
     positions in the batch; image_places (1, P) and condition_places (1, L), places b T + t of patches and of latents.
@@ -89,11 +94,16 @@ def run_feed(
     if space == SAMPLES:
         return _samples(source, step, rows, first, left_out)
     images = _images(source, rows, IMAGE if space == PATCHES else GENERATE, left_out)
-    return _PACKED[space](source, step, images if some is None else images[slice(*some)])
+    return _PACKED[space](source, step, images if some is None else images[slice(*some)], decode)
 
 
 def feed_bytes(
-    rows: SampleRows, space: str, step_rows: NDArray[np.int64], patch_values: int, some: Run | None = None
+    rows: SampleRows,
+    space: str,
+    step_rows: NDArray[np.int64],
+    patch_values: int,
+    some: Run | None = None,
+    decode: bool = True,
 ) -> int:
     """What `run_feed` will give for these rows, in bytes, from metadata alone."""
     tokens = rows.of(rows.counts[space], step_rows)
@@ -102,8 +112,9 @@ def feed_bytes(
     if space == SAMPLES:
         places = rows.of(rows.counts[PATCHES], step_rows) + rows.of(rows.counts[LATENTS], step_rows)
         return int(8 * (4 * tokens + places + 1).sum())
-    grid_and_documents = 8 * 5
-    return int(tokens.sum()) * (grid_and_documents + (patch_values if space == PATCHES else 8 * patch_values + 4))
+    grid_and_documents, time = 8 * 5, 0 if space == PATCHES else 4
+    decoded = 0 if not decode else patch_values if space == PATCHES else 8 * patch_values
+    return int(tokens.sum()) * (grid_and_documents + time + decoded)
 
 
 def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, left_out: Set[int]) -> Arrays:
@@ -130,7 +141,9 @@ def _samples(source: Source, step: int, rows: NDArray[np.int64], first: int, lef
     )
 
 
-def _patches(source: Source, step: int, images: list[ImageUse]) -> Arrays:
+def _patches(source: Source, step: int, images: list[ImageUse], decode: bool) -> Arrays:
+    if not decode:
+        return _packed(source, images, IMAGE, [])
     pixels, broken = _pixels(source, images)
     result = _packed(source, images, IMAGE, broken)
     width = source.index.rule(IMAGE).patch_values
@@ -138,7 +151,12 @@ def _patches(source: Source, step: int, images: list[ImageUse]) -> Arrays:
     return result
 
 
-def _latents(source: Source, step: int, images: list[ImageUse]) -> Arrays:
+def _latents(source: Source, step: int, images: list[ImageUse], decode: bool) -> Arrays:
+    if not decode:
+        result = _packed(source, images, GENERATE, [])
+        times = [np.full(use.tokens, draw(source.seed, step, use, 0)[0]) for use in images]
+        result.arrays["time"] = np.concatenate([np.zeros(0, np.float32), *times])[None]
+        return result
     pixels, broken = _pixels(source, images)
     result = _packed(source, images, GENERATE, broken)
     tokens, width = sum(use.tokens for use in images), source.index.rule(GENERATE).patch_values
@@ -196,4 +214,4 @@ def _pixels(source: Source, images: list[ImageUse]) -> tuple[list[NDArray[np.uin
     return pixels, broken
 
 
-_PACKED: dict[str, Callable[[Source, int, list[ImageUse]], Arrays]] = {PATCHES: _patches, LATENTS: _latents}
+_PACKED: dict[str, Callable[[Source, int, list[ImageUse], bool], Arrays]] = {PATCHES: _patches, LATENTS: _latents}

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import stat
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +37,14 @@ _GREY_16 = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 """Modes of Pillow with more than 8 bits of grey, which it would cut off above 255 instead of scaling them."""
 
 
+_PAUSES_S = (0.05, 0.5)
+"""Before a file is tried again that the operating system could not read."""
+
+Read = TypeVar("Read")
+
+
 class BrokenImageError(Exception):
-    """A file that is absent or is no image; its text is the reason in few words."""
+    """A file that is absent, cannot be read or is no image; its text is the reason in few words."""
 
 
 class ImageSize(NamedTuple):
@@ -91,8 +101,12 @@ class ImageRule:
 def read_size(path: Path, check: bool) -> ImageSize:
     """The size as the picture is to be seen (turned as its EXIF tag says). `check`: decode it whole, too.
 
-    Raises BrokenImageError.
+    Raises BrokenImageError, and MemoryError: where memory runs out, the image may be whole.
     """
+    return _patiently(lambda: _size(path, check))
+
+
+def _size(path: Path, check: bool) -> ImageSize:
     with _opened(path) as image:
         width, height = image.size
         if _orientation(image) in _TURNED:
@@ -101,15 +115,19 @@ def read_size(path: Path, check: bool) -> ImageSize:
             _loaded(image)
         if image.mode == "F" or (check and image.mode in _GREY_16):
             _rgb(image)
-    return ImageSize(width, height, _file_bytes(path))
+    return ImageSize(width, height, os.path.getsize(path))
 
 
 def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
     """(tokens, channels * patch * patch) uint8, row by row; within a patch channel, then row, then column. The start
     token, where there is one, comes first and is zeros.
 
-    Raises BrokenImageError if the file is no image any more, or is not as large as it was `indexed`.
+    Raises BrokenImageError if the file is no image any more, or is not as large as it was `indexed`, and MemoryError.
     """
+    return _patiently(lambda: _patches(path, indexed, rule))
+
+
+def _patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.uint8]:
     from PIL import Image
 
     width, height, file_bytes = indexed
@@ -126,8 +144,8 @@ def read_patches(path: Path, indexed: ImageSize, rule: ImageRule) -> NDArray[np.
         if orientation in _TRANSPOSED:
             seen = seen.transpose(Image.Transpose[_TRANSPOSED[orientation]])
         pixels_HWC = np.asarray(seen.resize(target, Image.Resampling.BICUBIC))
-    if _file_bytes(path) != file_bytes:
-        raise BrokenImageError(f"another file: {_file_bytes(path)} bytes where {file_bytes} were indexed")
+    if (seen_bytes := os.path.getsize(path)) != file_bytes:
+        raise BrokenImageError(f"another file: {seen_bytes} bytes where {file_bytes} were indexed")
     return _with_start(to_patches(pixels_HWC, rule.patch), rule)
 
 
@@ -157,6 +175,29 @@ def require_pillow() -> None:
         ) from None
 
 
+def versions() -> str:
+    """Of what the bytes of a decoded image depend on, as installed here."""
+    try:
+        import PIL
+    except ImportError:
+        return f"no Pillow, numpy {np.__version__}"
+    return f"Pillow {PIL.__version__}, numpy {np.__version__}"
+
+
+def _patiently(read: Callable[[], Read]) -> Read:
+    """What `read` gives. An error of the operating system may pass, so it is tried again before the image counts as one
+    that cannot be read."""
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except OSError:
+            time.sleep(pause_s)
+    try:
+        return read()
+    except OSError as error:
+        raise BrokenImageError(_reason(error)) from None
+
+
 def _with_start(patches: NDArray[np.uint8], rule: ImageRule) -> NDArray[np.uint8]:
     return np.concatenate([np.zeros_like(patches[:1]), patches]) if rule.start_token else patches
 
@@ -165,20 +206,31 @@ def _opened(path: Path) -> Any:
     """A PIL image whose header has been read."""
     from PIL import Image
 
-    if not os.path.isfile(path):  # never raises
+    if not _is_file(path):
         raise BrokenImageError("there is no such file")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(path)
-    except Exception as error:  # decoders raise whatever their format makes them
-        raise BrokenImageError(_reason(error)) from None
+    with _decoding(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(path)
 
 
-def _file_bytes(path: Path) -> int:
+def _is_file(path: Path) -> bool:
     try:
-        return os.path.getsize(path)
-    except OSError as error:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return False
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    """Errors of a decoder, which raises whatever its format makes it, say that the image is broken. Those of the
+    operating system, which have a number, and the lack of memory do not."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise BrokenImageError(_reason(error)) from None
 
 
@@ -187,16 +239,15 @@ def _orientation(image: Any) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # a tag that is damaged is none
+        with _decoding():
+            return int(image.getexif().get(_ORIENTATION, 1))
+    except BrokenImageError:  # a tag that is damaged is none
         return 1
 
 
 def _loaded(image: Any) -> None:
-    try:
+    with _decoding():
         image.load()
-    except Exception as error:  # decoders raise whatever their format makes them
-        raise BrokenImageError(_reason(error)) from None
 
 
 def _rgb(image: Any) -> Any:
@@ -210,13 +261,11 @@ def _rgb(image: Any) -> Any:
         if grey_HW.min() < 0 or grey_HW.max() > 65535:
             raise BrokenImageError("grey of more than 16 bits")
         image = Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
-    try:
+    with _decoding():  # there are modes that Pillow reads and does not convert
         return image.convert("RGB")
-    except Exception as error:  # modes that Pillow reads and does not convert
-        raise BrokenImageError(_reason(error)) from None
 
 
 def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    lines = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     return "not an image that Pillow knows" if text.startswith("cannot identify") else text[:120]

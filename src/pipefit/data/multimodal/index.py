@@ -303,6 +303,7 @@ def _broken_image(broken: LeftOut) -> DataError:
         "The manifest names an image whose file is not there." if absent else "An image is broken.",
         where=f"{broken.where} (sample {broken.sample})",
         seen=broken.image if absent else f"{broken.image}: {broken.reason}",
+        allowed="image files that are there and can be read, relative to the manifest",
         next_step="mend the file or remove the row, or leave such samples out with --on-broken skip",
     )
 
@@ -316,17 +317,24 @@ def _write(folder: Path, arrays: dict[str, NDArray[Any]], summary: IndexSummary)
             where=str(folder),
             allowed="a name that is free, or an index, which is replaced",
         )
-    folder = folder.absolute()  # "." has no name
+    folder = folder.resolve()  # "." has no name, and a link stays one
     aside = folder.with_name(f".{folder.name}.{os.urandom(16).hex()}")
+    before = aside.with_name(f"{aside.name}.old")
     try:
         aside.mkdir(parents=True)
         for name, array in arrays.items():
             np.save(aside / f"{name}.npy", array)
         (aside / "index.json").write_text(dump_text(summary), encoding="utf-8")
         if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(aside, folder)
+            os.replace(folder, before)
+        try:
+            os.replace(aside, folder)
+        except OSError:
+            if before.exists():
+                os.replace(before, folder)
+            raise
     except OSError as error:
         raise DataError("The index cannot be written.", where=str(folder), seen=error) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)

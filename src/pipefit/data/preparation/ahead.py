@@ -8,6 +8,7 @@ step on (`together`), and a checkpoint has their numbers (`left_out`).
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from pipefit.data.multimodal.broken import Broken, OnBroken, broken_since, merged, places_with, without
 from pipefit.data.multimodal.feeds import Arrays, Source, feed_bytes, run_feed
+from pipefit.data.multimodal.images import versions
 from pipefit.data.multimodal.index import GENERATE, IMAGE, open_index
 from pipefit.data.multimodal.sample_rows import LATENTS, OnLong, rows_of_index
 from pipefit.data.multimodal.sequence import images_of, samples_of
@@ -42,6 +44,8 @@ class Recipe:
     on_long: OnLong = "fail"
     digest: str = ""
     "Of the index; where it stands here, an index that has taken its place is refused."
+    versions: str = ""
+    "What decodes images in the run; where it stands here, a worker that has others refuses."
 
     def source(self) -> Source:
         """The index and its rows. Raises DataError as `open_index` and `rows_of_index` do, and for another index."""
@@ -66,7 +70,16 @@ class Recipe:
         return Source(index=index, rows=rows, seed=self.shape.seed)
 
     def open(self) -> Callable[[Any], Any]:
-        """What a worker does with a request (see Maker)."""
+        """What a worker does with a request (see Maker). Raises DataError as `source` does, and where images would be
+        decoded by other versions."""
+        if self.versions and self.versions != versions():
+            raise DataError(
+                "A worker decodes images with other versions than the run, so their bytes may differ.",
+                where=f"a worker on {platform.node()}",
+                seen=versions(),
+                allowed=self.versions,
+                next_step="install the same versions on all hosts",
+            )
         source = self.source()
 
         def make(request: StepRequest | FeedRequest) -> Any:
@@ -94,6 +107,8 @@ class FeedRequest(NamedTuple):
     "Samples of these rows that the run goes on without."
     some: Run | None = None
     "Of a stage that divides images: which of those of these rows, without what is left out."
+    decode: bool = True
+    "Whether images are decoded; see `Place`."
 
 
 class Place(NamedTuple):
@@ -102,6 +117,8 @@ class Place(NamedTuple):
     stage: int
     space: str
     replica: int
+    decode: bool = True
+    "Whether the stage's layers take what images are decoded for: the others of its module need metadata alone."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,27 +249,36 @@ class Ahead:
         while self._asked <= last + 1:  # one step further than arrays, which need the step's order first
             pool.add(("step", self._asked), StepRequest(self._asked), 0, "step")
             self._asked += 1
+        self._feed_to(last, pool, step)
+        requested = self._requested.pop(step)
+        feeds = {key: pool.take(("feed", step, *key)) for key in requested}
+        self._feed_to(last, pool, step)  # what was put in order meanwhile is made while the trainer is at this step
+        return self._plans.pop(step), requested, feeds
+
+    def _feed_to(self, last: int, pool: Pool, step: int) -> None:
+        """Ask for the arrays of all steps up to `last` that are in order; `step` is waited for."""
         while self._fed <= last and (self._fed == step or pool.is_done(("step", self._fed))):
             self._plans[self._fed] = pool.take(("step", self._fed))
             self._add_feeds(pool, self._plans[self._fed])
             self._fed += 1
-        requested = self._requested.pop(step)
-        return self._plans.pop(step), requested, {key: pool.take(("feed", step, *key)) for key in requested}
 
     def _add_feeds(self, pool: Pool, plan: StepPlan) -> None:
         self._requested[plan.step] = dict(self._requests(plan))
         for key, request in self._requested[plan.step].items():
             rule = self.source.index.rule(GENERATE if request.space == LATENTS else IMAGE)
-            size_bytes = feed_bytes(self.source.rows, request.space, request.rows, rule.patch_values, request.some)
+            size_bytes = feed_bytes(
+                self.source.rows, request.space, request.rows, rule.patch_values, request.some, request.decode
+            )
             pool.add(("feed", plan.step, *key), request, size_bytes, request.space)
 
     def _requests(self, plan: StepPlan) -> Iterator[tuple[Key, FeedRequest]]:
         plan = self._without(plan)
-        for stage, space, replica in self.places:
+        for stage, space, replica, decode in self.places:
             for microbatch in plan.shape.units(stage):
                 start, stop = plan.run(stage, microbatch, replica)
                 rows, some = plan.rows[start:stop], plan.image_run(stage, space, microbatch, replica)
-                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, self._left_out_of(rows), some)
+                left_out = self._left_out_of(rows)
+                yield (stage, microbatch), FeedRequest(space, plan.step, rows, start, left_out, some, decode)
 
     def _left_out_of(self, rows: NDArray[np.int64]) -> frozenset[int]:
         known, chosen = self.source.rows, rows.tolist()

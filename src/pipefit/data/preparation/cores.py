@@ -2,21 +2,28 @@
 
 Images are what takes time: reading and decoding goes by the pixels of the file, resizing and cutting by the pixels
 that come out, and something is needed for every image. The rule: cores >= (images a step x seconds an image) / seconds
-a step x 1.3.
+a step x 1.3. Every device prepares for itself: an image that several take, as the shards of a replica do, counts for
+each of them.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.data.multimodal.feeds import DECODED
+from pipefit.data.multimodal.fits import data_inputs
 from pipefit.data.multimodal.images import BrokenImageError, ImageSize, read_patches
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
-from pipefit.data.multimodal.sample_rows import SampleRows
+from pipefit.data.multimodal.sample_rows import PATCHES, SampleRows
+from pipefit.data.stepplan import batch_shape
+from pipefit.model.graph import Model
+from pipefit.plan.types import Plan, Stage
 
 MARGIN = 1.3
 """What uneven images and the pool's own work ask for beyond the mean."""
@@ -48,19 +55,21 @@ class Cores:
     image_s: float
     "Of one core, on average."
     step_s: float
+    copies: float = 1.0
+    "Devices that decode an image, each for itself, on average."
 
     def text(self) -> str:
         """In a line."""
+        often = f", each decoded by {self.copies:.3g} devices," if self.copies != 1 else ""
         return (
-            f"preparation: {self.cores} cores for {self.images:.0f} images in steps of {self.step_s:.3g} s "
+            f"preparation: {self.cores} cores for {self.images:.0f} images{often} in steps of {self.step_s:.3g} s "
             f"({self.image_s * 1e3:.2f} ms an image and core, measured on this host)"
         )
 
 
 def image_sizes(index: Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(pixels of the file, tokens) of every use of an image in the index."""
-    parts = np.asarray(index.parts)
-    uses = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
+    uses = _uses(index)
     sizes = np.asarray(index.images)[uses[:, 1]]
     return sizes[:, 0] * sizes[:, 1], uses[:, 2]
 
@@ -70,8 +79,7 @@ def measured_rate(index: Index, images: int = 64) -> ImageRate:
 
     Images that cannot be read are passed over; without any, all rates are 0.
     """
-    parts = np.asarray(index.parts)
-    uses = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
+    uses = _uses(index)
     rows = []
     for place in np.unique(np.linspace(0, len(uses) - 1, min(images, len(uses))).astype(np.int64)):
         kind, image, tokens = uses[place].tolist()
@@ -85,22 +93,59 @@ def measured_rate(index: Index, images: int = 64) -> ImageRate:
     return _fitted(np.array(rows)) if rows else ImageRate(image_s=0, pixel_s=0, patch_s=0)
 
 
-def cores_needed(index: Index, rows: SampleRows, batch: int, step_s: float, rate: ImageRate) -> Cores:
-    """The cores with which preparation keeps up with steps of `step_s` seconds of `batch` rows, on average."""
-    pixels, tokens = image_sizes(index)
-    image_s = float(rate.seconds(pixels, tokens).mean()) if len(pixels) else 0.0
+def takes_decoded(model: Model, stage: Stage) -> bool:
+    """Whether the layers of a stage take arrays that images are decoded for."""
+    module = next(module for module in model.modules if module.name == stage.module)
+    return not data_inputs(model, module.layers[slice(*stage.layers)]).keys().isdisjoint(DECODED.get(stage.space, ()))
+
+
+def copies(plan: Plan, model: Model) -> dict[str, float]:
+    """Packed space -> how many devices decode an image of it: the shards of a replica, in every stage that takes its
+    pixels. Where stages take turns, each has its part of the images."""
+    shape, found = batch_shape(plan), dict.fromkeys(DECODED, 0.0)
+    for number, stage in enumerate(plan.stages):
+        if takes_decoded(model, stage):
+            group, part = plan.stage_group(number), len(shape.units(number)) / shape.stage_microbatches(number)
+            found[stage.space] += part * group.size / group.axis("replica").size
+    return found
+
+
+def cores_needed(
+    index: Index,
+    rows: SampleRows,
+    batch: int,
+    step_s: float,
+    rate: ImageRate,
+    copies: Mapping[str, float] | None = None,
+) -> Cores:
+    """The cores with which preparation keeps up with steps of `step_s` seconds of `batch` rows, on average; `copies`:
+    see there, once each where it is None."""
+    seconds = rate.seconds(*image_sizes(index))
+    times = np.ones(len(seconds))
+    for space, often in (copies or {}).items():
+        times[_uses(index)[:, 0] == (IMAGE if space == PATCHES else GENERATE)] = often
     images = batch * float(rows.images.mean())
+    image_s = float(seconds.mean()) if len(seconds) else 0.0
+    work_s = float((seconds * times).mean()) if len(seconds) else 0.0
     return Cores(
-        cores=cores_for(images, image_s, step_s),
+        cores=cores_for(images, work_s, step_s),
         images=images,
         image_s=image_s,
         step_s=step_s,
+        copies=float(times.mean()) if len(times) else 1.0,
     )
 
 
 def cores_for(images: float, image_s: float, step_s: float) -> int:
     """Whole cores for `images` a step; at least one where there are any."""
     return math.ceil(images * image_s / step_s * MARGIN - 1e-9) if images else 0
+
+
+def _uses(index: Index) -> NDArray[np.int64]:
+    """(uses of images, 3) of the index's parts."""
+    parts = np.asarray(index.parts)
+    found: NDArray[np.int64] = parts[(parts[:, 0] == IMAGE) | (parts[:, 0] == GENERATE)]
+    return found
 
 
 def _fitted(rows: NDArray[np.float64]) -> ImageRate:

@@ -3,7 +3,7 @@
 Tasks start in order as long as their bytes fit into the credits; what is done and not yet taken keeps its credits, so
 memory is bounded. A task whose worker dies is done again; one that takes much longer than others is given to a second
 worker as well, and whoever is first counts (hedging: Dean and Barroso, "The tail at scale", CACM 2013); a worker
-beyond the time limit is killed. All of that is safe since tasks are pure.
+beyond the time limit is killed, one that is starting, too. All of that is safe since tasks are pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.data.preparation.executor import Died, Event, Finished, Key, Up
+from pipefit.data.preparation.executor import Died, Event, Finished, Key, Starting, Up
 from pipefit.errors import DataError, PipefitError
 
 _REMEMBERED = 64
@@ -28,13 +28,15 @@ class Limits:
     credit_bytes: int = 1 << 30
     "Of results that are being made or wait to be taken. One task is always let through, however large."
     attempts: int = 3
-    "Times that a task is tried before it is an error."
+    "Times that a task is tried before it is an error; of all workers together, that they are started in vain."
     hedge_factor: float = 4.0
     "A task is given to a second, idle worker when it takes so many times as long as its bytes let expect."
     hedge_after_s: float = 0.5
     "But not before this."
     timeout_s: float = 300.0
     "A worker that takes longer over one task is killed."
+    start_timeout_s: float = 300.0
+    "And one that takes longer to be there."
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,11 @@ class Counts:
 
 
 class Dispatcher:
-    """Tasks and workers. `handle`, `add` and `tick` change the state; `instructions` says what is to be done next."""
+    """Tasks and workers. `handle` and `add` change the state; `instructions` says what is to be done next."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits, self.counts = limits, Counts()
+    def __init__(self, limits: Limits, workers: int) -> None:
+        """`workers`: how many there are when none is being replaced."""
+        self.limits, self.counts, self._workers = limits, Counts(), workers
         self._tasks: dict[Key, _Task] = {}
         self._waiting: deque[_Task] = deque()
         self._idle: list[int] = []
@@ -93,11 +96,15 @@ class Dispatcher:
         "What each worker does; None for a task that nobody wants any more."
         self._began_s: dict[int, float] = {}
         "When each worker began what it does."
+        self._starting_s: dict[int, float] = {}
+        "Since when each worker has been starting."
+        self._overdue: dict[int, str] = {}
+        "Why workers are killed."
         self._used_bytes = 0
         self._rates_s: dict[str, deque[float]] = {}
         "Of each kind of task: seconds a byte of the last ones."
         self._deaths = 0
-        "Since a task was last finished."
+        "Since a worker was last there, or did a task."
 
     def add(self, key: Key, request: Any, size_bytes: int, kind: str = "") -> None:
         """A task, behind all others. What a task takes is expected from others of its kind."""
@@ -127,8 +134,13 @@ class Dispatcher:
 
     def handle(self, event: Event, now_s: float) -> None:
         """Take up what happened."""
+        if isinstance(event, Starting):
+            self._starting_s[event.worker] = now_s
+            return
+        self._starting_s.pop(event.worker, None)
         if isinstance(event, Up):
             self._idle.append(event.worker)
+            self._deaths = 0
             return
         task, began_s = self._busy.pop(event.worker, None), self._began_s.pop(event.worker, now_s)
         if task is not None:
@@ -149,14 +161,14 @@ class Dispatcher:
         elif isinstance(event.error, PipefitError):
             self._finish(task, None, event.error)
         else:
-            self._again(task, _fails(task.key, event.error))
+            self._again(task, _fails(task.key, event.error, self.limits))
 
     def instructions(self, now_s: float) -> list[Instruction]:
         """What is to be done now: tasks to start, in order, second tries, workers to end."""
-        late_ones = [worker for worker, began in self._began_s.items() if now_s - began > self.limits.timeout_s]
-        self._began_s |= dict.fromkeys(late_ones, now_s)  # killed once, and again if that did not help
-        self.counts.killed += len(late_ones)
-        found: list[Instruction] = [Kill(worker) for worker in late_ones]
+        found: list[Instruction] = [
+            *self._kill(self._starting_s, self.limits.start_timeout_s, "not there", now_s),
+            *self._kill(self._began_s, self.limits.timeout_s, "not done", now_s),
+        ]
         while self._idle and self._waiting and self._has_credits(self._waiting[0]):
             task = self._waiting.popleft()
             if task.done:
@@ -176,6 +188,14 @@ class Dispatcher:
     def used_bytes(self) -> int:
         """Credits in use."""
         return self._used_bytes
+
+    def _kill(self, since_s: dict[int, float], limit_s: float, what: str, now_s: float) -> list[Kill]:
+        """Those who are beyond a limit: killed once, and again if that did not help."""
+        late_ones = [worker for worker, began_s in since_s.items() if now_s - began_s > limit_s]
+        since_s |= dict.fromkeys(late_ones, now_s)
+        self._overdue |= dict.fromkeys(late_ones, f"killed, for it was {what} after {limit_s:g} s")
+        self.counts.killed += len(late_ones)
+        return [Kill(worker) for worker in late_ones]
 
     def _has_credits(self, task: _Task) -> bool:
         return task.attempts > 0 or not self._used_bytes or self._used_bytes + task.size_bytes <= (
@@ -210,13 +230,14 @@ class Dispatcher:
     def _after_death(self, event: Died, task: _Task | None) -> None:
         self.counts.died += 1
         self._deaths += 1
+        reason = self._overdue.pop(event.worker, event.reason)
         if event.worker in self._idle:
             self._idle.remove(event.worker)
         if task is not None:
-            self._again(task, _lost(task.key, event.reason, self.limits.attempts))
-        elif self._deaths > self.limits.attempts and not self._busy and not self._idle:
+            self._again(task, _lost(task.key, reason, self.limits))
+        elif self._deaths > self.limits.attempts * self._workers and not self._busy and not self._idle:
             for other in self._tasks.values():
-                self._finish(other, None, _no_workers(event.reason))
+                self._finish(other, None, _no_workers(reason, self._deaths, self.limits))
 
     def _again(self, task: _Task, error: Exception) -> None:
         """Try a task again, in front of all others, unless it is done or has been tried often enough."""
@@ -235,25 +256,43 @@ class Dispatcher:
             task.done, task.result, task.error = True, result, error
 
 
-def _lost(key: Key, reason: str, attempts: int) -> DataError:
+def _lost(key: Key, reason: str, limits: Limits) -> DataError:
     return DataError(
         "A preparation task has lost its worker every time.",
-        where=f"task {key}",
-        seen=f"{attempts} workers, the last one: {reason}",
-        next_step="look for a shortage of memory on the host, or a file that crashes its decoder",
+        where=_named(key),
+        seen=f"{limits.attempts} workers, the last one: {reason}",
+        allowed=f"a worker that lives and has done it within {limits.timeout_s:g} s",
+        next_step="look for a shortage of memory on the host (fewer --workers need less), for storage that stands"
+        " still, or for a file that crashes its decoder: --workers 0 shows where",
     )
 
 
-def _fails(key: Key, error: Exception) -> DataError:
+def _fails(key: Key, error: Exception, limits: Limits) -> DataError:
     return DataError(
-        "A preparation task fails every time.", where=f"task {key}", seen=f"{type(error).__name__}: {error}"
+        "A preparation task fails every time.",
+        where=_named(key),
+        seen=f"{type(error).__name__}: {error}",
+        allowed=f"one success in {limits.attempts} attempts",
+        next_step="if it is about files, see whether the workers' host can read them; otherwise run with --workers 0,"
+        " which shows the line that fails",
     )
 
 
-def _no_workers(reason: str) -> DataError:
+def _no_workers(reason: str, deaths: int, limits: Limits) -> DataError:
     return DataError(
         "Preparation workers die before they have done anything.",
-        where="preparation",
+        where=f"the {deaths} workers that were started last",
         seen=reason,
-        next_step="start one by hand to see why: python -m pipefit.data.preparation.worker",
+        allowed=f"one that is there within {limits.start_timeout_s:g} s",
+        next_step="start one by hand to see why: python -P -m pipefit.data.preparation.worker; or run with --workers 0",
     )
+
+
+def _named(key: Key) -> str:
+    """A task for people: the keys of `ahead` tell the step."""
+    match key:
+        case ("step", int(step)):
+            return f"step {step + 1}, its order of samples"
+        case ("feed", int(step), stage, microbatch):
+            return f"step {step + 1}, the arrays of stage {stage}, microbatch {microbatch}"
+    return f"task {key}"

@@ -20,6 +20,13 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Starting:
+    """A worker has been asked for; `Up` or `Died` follows."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Up:
     """A worker is there and idle."""
 
@@ -52,11 +59,14 @@ class Died:
     reason: str
 
 
-Event = Up | Finished | Failed | Died
+Event = Starting | Up | Finished | Failed | Died
 
 
 class Executor(Protocol):
     """Workers. All methods are called from one thread, `wake` from any."""
+
+    count: int
+    "Of the workers that are there when none is being replaced."
 
     def submit(self, worker: int, key: Key, request: Any) -> None:
         """Give an idle worker a task. Does not wait."""

@@ -18,7 +18,7 @@ class Pool:
 
     def __init__(self, executor: Executor, limits: Limits | None = None) -> None:
         self._executor = executor
-        self._dispatcher = Dispatcher(limits or Limits())
+        self._dispatcher = Dispatcher(limits or Limits(), executor.count)
         self._changed = threading.Condition()
         self._closed = False
         self._crash: BaseException | None = None

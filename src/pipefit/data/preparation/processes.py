@@ -1,7 +1,8 @@
 """Workers as processes on this host: plain interpreters that import numpy and Pillow, no torch and no main program.
 
 Each has a socket and, in the trainer, a thread that reads it; so a worker that stands still holds up nobody. A worker
-that ends is replaced.
+that ends is replaced. On Linux none outlives the thread that started it, which is the one that made the Processes, or
+the pool's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipefit.data.preparation.executor import Died, Event, Failed, Finished, Key, Maker, Up
+from pipefit.data.preparation.executor import Died, Event, Failed, Finished, Key, Maker, Starting, Up
 from pipefit.data.preparation.wire import receive, send
 
 if TYPE_CHECKING:  # both take longer to import than all else here
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # both take longer to import than all else here
     import subprocess
 
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+_PROGRAM = ("-P", "-m", "pipefit.data.preparation.worker")
+"""With -P, the folder that the trainer was started in is no place of modules, unless it is so for the trainer."""
 
 _ENDS_WITHIN_S = 1.0
 
@@ -37,7 +41,7 @@ class Processes:
     """An Executor of `count` processes."""
 
     def __init__(self, maker: Maker, count: int) -> None:
-        self._maker = maker
+        self._maker, self.count = maker, count
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._workers: dict[int, _Worker] = {}
@@ -95,18 +99,20 @@ class Processes:
         import subprocess
 
         number = next(self._numbers)
+        paths = [path or os.getcwd() for path in sys.path]
         ours, theirs = socket.socketpair()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipefit.data.preparation.worker", str(theirs.fileno())],
+                [sys.executable, *_PROGRAM, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | _SINGLE_THREADED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | _SINGLE_THREADED | {"PYTHONPATH": os.pathsep.join(paths)},
             )
         finally:
             theirs.close()
         thread = threading.Thread(target=self._read, args=(number, ours, process), daemon=True)
         self._workers[number] = _Worker(process, ours, thread)
+        self._events.put(Starting(number))
         thread.start()
 
     def _replace(self, number: int) -> None:
@@ -135,6 +141,8 @@ class Processes:
                     self._events.put(Failed(number, key, value))
         except (EOFError, OSError):
             self._events.put(Died(number, refused or _ending(process)))
+        except Exception as error:  # what came is no message, or too large: this worker cannot be understood any more
+            self._events.put(Died(number, f"{type(error).__name__}: {error}"))
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

@@ -15,7 +15,7 @@ Workers = Literal["processes", "ray"]
 
 def start_pool(maker: Maker, count: int, kind: Workers = "processes", limits: Limits | None = None) -> Pool | None:
     """A pool of `count` workers: processes of this host, or actors of the Ray cluster that this environment names.
-    None for none: whoever asks prepares by itself. Raises DataError if Ray is asked for and not installed."""
+    None for none: whoever asks prepares by itself. Raises DataError if Ray is asked for and not there."""
     if not count:
         return None
     executor: Executor = RayWorkers(maker, count) if kind == "ray" else Processes(maker, count)

@@ -141,7 +141,10 @@ class VisionConfig:
 def read(config: Mapping[str, Any], where: str) -> VisionConfig:
     """The typed configuration of a ViT's, a SigLIP's or a SigLIP vision model's config.json. Raises ModelError."""
     if config.get("model_type") == "siglip":  # both towers: ours is that of images
-        config = {"model_type": "siglip_vision_model", **config.get("vision_config", {})}
+        tower = config.get("vision_config", {})
+        if not isinstance(tower, Mapping):
+            raise Fields(config, where).wrong("vision_config", tower, "a JSON object")
+        config = {"model_type": "siglip_vision_model", **tower}
     if config.get("model_type") == "siglip_vision_model":  # its files leave out what is as in transformers
         config = {**_SIGLIP_DEFAULTS, **config}
     fields = Fields(config, where)
