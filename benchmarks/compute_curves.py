@@ -29,13 +29,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from pipefit.cluster.measured import LayerCurve
-from pipefit.cost.curves import layer_times, signature
+from pipefit.cost.compute.curves import layer_times, signature
 from pipefit.model.registry import open_model
 from pipefit.profile.layer_phase import layer_curve, subjects_of
 from pipefit.profile.layers import LayerBench, Samples, StageBench, Subject, overhead, survey, typical
 from pipefit.profile.points import SMALLEST, Point, first_points, refined
-from pipefit.run.setup import choose_device
-from pipefit.run.stage import StageLayer
+from pipefit.run.session.rendezvous import choose_device
+from pipefit.run.stage.program import StageLayer
 from provenance import provenance, write_result
 
 SHORT_S = 100e-6

@@ -25,13 +25,13 @@ from typing import Any
 from formulas import closed_form, pipette, uniform
 from lab_runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from pipefit.cluster import Cluster
-from pipefit.cost.overlap import BUCKET_BYTES
+from pipefit.cost.work import BUCKET_BYTES
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
 from pipefit.simulate import simulate

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from pipefit.cost.memory import GRADIENT_BYTES
-from pipefit.cost.network import Network
-from pipefit.plan.bounds import table_bound_s
-from pipefit.plan.predict import Simulation
+from pipefit.cost.comm.network import Network
+from pipefit.cost.static_memory import GRADIENT_BYTES
+from pipefit.plan.assemble.predict import Simulation
+from pipefit.plan.bounds.step_bounds import table_bound_s
 from pipefit.plan.types import Plan
 
 Formula = Callable[[Plan, Simulation, Network], float]

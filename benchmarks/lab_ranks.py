@@ -25,20 +25,20 @@ from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.lab import pace
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
-from pipefit.plan.check import load_plan
+from pipefit.plan.check.rules import load_plan
 from pipefit.plan.types import Plan
 from pipefit.profile.session import run as profile
 from pipefit.profile.state import ProfileConfig
-from pipefit.run.build import build_worker
-from pipefit.run.comms import Comms
-from pipefit.run.feeding import Fed
-from pipefit.run.feeds import make_feeds
-from pipefit.run.image_feeding import ImageFeeding
-from pipefit.run.leave import leave
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.setup import World
-from pipefit.run.verify import count_on_cpu, stretches
-from pipefit.run.worker import Worker
+from pipefit.run.inputs.feeding import Fed
+from pipefit.run.inputs.feeds import make_feeds
+from pipefit.run.inputs.image_feeding import ImageFeeding
+from pipefit.run.session.process_exit import leave
+from pipefit.run.session.rendezvous import World
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.verify.verify import count_on_cpu, stretches
+from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.worker import Worker
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, max_norm=0.0, steps=0, weight_decay=0.0)
 

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.cluster import Cluster, load
-from pipefit.cost.overlap import BUCKET_BYTES
+from pipefit.cost.work import BUCKET_BYTES
 from pipefit.errors import PipefitError
 from pipefit.lab import launch, lifecycle
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.pace import judge
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe, save_model
-from pipefit.plan.check import save_plan
+from pipefit.plan.check.rules import save_plan
 from pipefit.plan.types import Plan
 
 CLUSTERS = Path(__file__).parent / "data" / "clusters"

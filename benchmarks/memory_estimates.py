@@ -156,9 +156,9 @@ def measure(devices: int, count: int, ranks: int, both: bool = False) -> list[di
 
     from pipefit.errors import PipefitError
     from pipefit.plan.risk import peak_parts
-    from pipefit.run.verify import critical_ranks, measure_rank
-    from pipefit.run.verify_record import configuration
-    from pipefit.run.worker import lane_of
+    from pipefit.run.verify.record import configuration
+    from pipefit.run.verify.verify import critical_ranks, measure_rank
+    from pipefit.run.worker.worker import lane_of
 
     random, runs, seen = np.random.default_rng([devices, 1] if both else devices), [], set()
     while len(seen) < count:
@@ -201,9 +201,9 @@ def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, An
     import torch
 
     from pipefit.plan.risk import peak_parts
-    from pipefit.run.verify import measure_rank
-    from pipefit.run.verify_record import configuration
-    from pipefit.run.worker import lane_of
+    from pipefit.run.verify.record import configuration
+    from pipefit.run.verify.verify import measure_rank
+    from pipefit.run.worker.worker import lane_of
 
     result = []
     for run in runs:
@@ -222,7 +222,7 @@ def again(runs: list[dict[str, Any]], slices: bool = False) -> list[dict[str, An
 @lru_cache(maxsize=64)
 def model_of(family: str, hidden: int, layers: int) -> Any:
     """The captured model."""
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
     from pipefit.model.registry import describe
 
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden + hidden // 2, "num_hidden_layers": layers}
@@ -239,9 +239,9 @@ def model_of(family: str, hidden: int, layers: int) -> Any:
 def plan_of(case: Case) -> tuple[Any, Any, Any]:
     """(plan with its prediction, model, simulation). Raises PipefitError where such a plan cannot be."""
     from pipefit.cluster import local
-    from pipefit.plan.build import build_plan
-    from pipefit.plan.decisions import Decisions
-    from pipefit.plan.predict import predict, simulate_plan
+    from pipefit.plan.assemble.predict import predict, simulate_plan
+    from pipefit.plan.evaluate.planner_context import build_plan
+    from pipefit.plan.request.decisions import Decisions
     from pipefit.plan.types import Job
     from pipefit.schedule import FAMILIES as SCHEDULE_FAMILIES
 
@@ -269,8 +269,8 @@ def plan_of(case: Case) -> tuple[Any, Any, Any]:
 
 def judge(learned: list[dict[str, Any]], judged: list[dict[str, Any]]) -> dict[str, Any]:
     """Learn from the ones, estimate the others: errors, margins, and who is refused where limits are swept."""
-    from pipefit.cost.memory import WORKSPACE_BYTES
-    from pipefit.cost.memory_correction import MemoryRun, learn
+    from pipefit.cost.memory.correction import MemoryRun, learn
+    from pipefit.cost.static_memory import WORKSPACE_BYTES
 
     runs = [
         MemoryRun(
@@ -370,7 +370,7 @@ def compare_with_processes() -> list[dict[str, Any]]:
     """Every rank of some plans among 8 processes, and alone."""
     import torch
 
-    from pipefit.run.verify import measure_rank
+    from pipefit.run.verify.verify import measure_rank
 
     plans = [plan_of(case)[:2] for case in REAL]
     real: list[list[int]] = in_ranks(rank_main, 8, plans)
@@ -387,8 +387,8 @@ def rank_main(rank: int, devices: int, port: int, plans: list[Any], queue: Any) 
     import torch
     import torch.distributed as dist
 
-    from pipefit.run.comms import Comms
-    from pipefit.run.verify import count_on_cpu, stretches
+    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.verify.verify import count_on_cpu, stretches
 
     join_group(rank, devices, port)
     comms, found = Comms(), []

@@ -121,8 +121,8 @@ def make_plans(case: Case, fixed: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """The planner's free choice, and its best plan for each fixed schedule that fits, ready to be run small."""
     from pipefit.cluster import parse_spec
     from pipefit.model.registry import open_model
-    from pipefit.plan.build import Workbench
-    from pipefit.plan.fitting import best_plans
+    from pipefit.plan.evaluate.planner_context import Workbench
+    from pipefit.plan.passes.fitted_orders import best_plans
     from pipefit.plan.types import Job
 
     cluster = parse_spec(f"{LANES}xA100-80")
@@ -173,7 +173,7 @@ def rank_main(
     """One rank: builds a worker for every plan of a case, then steps them in turn, case by case."""
     import torch.distributed as dist
 
-    from pipefit.run.comms import Comms
+    from pipefit.run.transfers.comms import Comms
 
     be_punctual()
     join_group(rank, count, port)
@@ -225,11 +225,11 @@ class Side:
 
         from pipefit.cluster import local
         from pipefit.data.stepplan import StepPlan, batch_shape
-        from pipefit.plan.build import Workbench
+        from pipefit.plan.evaluate.planner_context import Workbench
         from pipefit.plan.types import Job
-        from pipefit.run.build import build_worker
-        from pipefit.run.feeds import make_feeds
-        from pipefit.run.optimizer import OptimizerConfig
+        from pipefit.run.inputs.feeds import make_feeds
+        from pipefit.run.update.optimizer import OptimizerConfig
+        from pipefit.run.worker.build import build_worker
 
         decisions = replace(plan["decisions"], recompute=("none",), devices=())
         bench = Workbench(model, local(LANES))
@@ -268,7 +268,7 @@ def blocks() -> int:
 
 def small_model(blocks: int) -> Any:
     """As many layers as the emulated model, each tiny."""
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
     from pipefit.model.registry import describe
 
     config = {

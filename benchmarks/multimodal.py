@@ -85,7 +85,7 @@ IMAGE_SIDE = 32
 BATCH = {112: 240, 324: 480, 648: 960, 1172: 1920, 1296: 1920}
 FROZEN = {"trained": (), "vision frozen": ("vision",), "all but language frozen": ("vision", "generator")}
 TOP = 60
-"""Layouts on the short list, as the planner's (`plan/modules/find.py`)."""
+"""Layouts on the short list, as the planner's (`plan/modules/search.py`)."""
 
 SAVED_VALUES = 34
 """Values of the width that a layer keeps for each token (Korthikanti et al. 2022, without attention's square)."""
@@ -370,7 +370,7 @@ def planned(name: str, cluster: str, devices: int, batch: int, sigma: float) -> 
     from pipefit.cluster import parse_spec
     from pipefit.model.registry import open_model
     from pipefit.plan.make import make_plan
-    from pipefit.plan.modules.samples import Samples
+    from pipefit.plan.request.sampled_batches import Samples
     from pipefit.plan.types import Job
 
     model, found = open_model(name), parse_spec(cluster)

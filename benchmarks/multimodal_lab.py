@@ -43,8 +43,8 @@ from pipefit.data.multimodal.planning import arranged_samples, sampled
 from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.samples import Samples
-from pipefit.plan.pins import parse_pins
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.sampled_batches import Samples
 from pipefit.plan.types import Arranging, Job, Plan
 
 LAB, MANY = "modules-slower", "many"

@@ -19,22 +19,22 @@ from pipefit.cluster import Cluster
 from pipefit.data.multimodal.planning import arranged_samples
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import simulated
+from pipefit.plan.assemble.module_parts import module_parts
+from pipefit.plan.assemble.order import computed_schedule, order_problem
+from pipefit.plan.assemble.pipeline_work import Parts, pipeline_work
+from pipefit.plan.assemble.predict import predict
+from pipefit.plan.evaluate.evaluate import simulated
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.port_contention import shared_costs
 from pipefit.plan.modules.costing import Costed, Costing
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.parts import module_parts
 from pipefit.plan.modules.profile import even_cuts
-from pipefit.plan.modules.samples import Samples, StageShares
-from pipefit.plan.order import computed_schedule, order_problem
-from pipefit.plan.outcome import Evaluated
-from pipefit.plan.ports import shared_costs
-from pipefit.plan.predict import predict
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import Samples, StageShares
 from pipefit.plan.types import Arranging, Job, Plan
-from pipefit.plan.work import Parts, pipeline_work
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.inline import inline_order
+from pipefit.schedule.modules.inline import inline_order
 
 Ends = Literal["apart", "merged"]
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
 

@@ -16,7 +16,7 @@ from pipefit.data.multimodal.ordering import Pipeline
 from pipefit.data.multimodal.planning import rows_of_samples
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.stepplan import BatchShape
-from pipefit.plan.modules.samples import Samples
+from pipefit.plan.request.sampled_batches import Samples
 from pipefit.plan.types import Arranging, SampleLoad
 
 WAYS = {"random": (False, False), "balanced": (True, False), "ordered": (False, True), "both": (True, True)}

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.plan.outcome import Evaluated
+from pipefit.plan.evaluate.outcome import Evaluated
 from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.lowered import Lowered, place_lowered
 from pipefit.plan.placement.search import Budget, Placed, Searcher, place

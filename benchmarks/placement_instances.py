@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.types import Rail
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate
-from pipefit.plan.outcome import Evaluated
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.port_contention import in_step
 from pipefit.plan.placement.shape import Question, make_question
-from pipefit.plan.ports import in_step
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 
 DATA = Path(__file__).parent / "data"

@@ -21,7 +21,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.plan.placement.arena import DEVICE
+from pipefit.plan.placement.kernels.arena import DEVICE
 from pipefit.plan.placement.search import Searcher
 from placement_instances import Instance
 
@@ -162,7 +162,7 @@ _LOOPS: list[Callable[..., None]] = []
 def estimate_loop() -> Callable[..., None]:
     """The loop of `pipette_on_estimate`, compiled once."""
     if not _LOOPS:
-        from pipefit.plan.placement.compile import functions
+        from pipefit.plan.placement.kernels.compile import functions
 
         recompute = functions(True)["recompute"]
 

@@ -37,11 +37,11 @@ from typing import Any
 
 from pipefit.cluster import Cluster, load
 from pipefit.model.registry import open_model
-from pipefit.plan.build import build_plan
-from pipefit.plan.check import load_plan, save_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.check.rules import load_plan, save_plan
+from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
 from pipefit.units import format_seconds
@@ -184,8 +184,8 @@ def run_rank(folder: Path) -> None:
     import torch.distributed as dist
 
     from pipefit.run.config import TrainConfig
-    from pipefit.run.setup import World
-    from pipefit.run.train import Run
+    from pipefit.run.session.rendezvous import World
+    from pipefit.run.session.train import Run
 
     torch.set_num_threads(1)
     task = json.loads((folder / "task.json").read_text())

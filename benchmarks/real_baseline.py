@@ -18,9 +18,9 @@ from contention import laid
 from formulas import FORMULAS
 from pipefit.cluster import Cluster
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 
 ALL, BEST, SPREAD = 50, 3, 8

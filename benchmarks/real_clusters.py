@@ -35,8 +35,8 @@ from typing import Any
 from contention import words
 from lab_runs import SIZES, TOKENS, Measured, measured_labs, small_model
 from pipefit.cluster import Cluster, DeviceKind
-from pipefit.cost.memory_file import MemoryFacts
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.memory.correction_file import MemoryFacts
 from pipefit.errors import DoesNotFitError, PipefitError
 from pipefit.model.graph import Model
 from pipefit.plan.make import make_plan

@@ -17,17 +17,17 @@ import torch
 from contention import laid
 from lab_runs import Measured
 from pipefit.cluster import Cluster
-from pipefit.cost.memory_correction import MemoryRun
-from pipefit.cost.memory_file import MemoryFacts, facts_of
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.memory.correction import MemoryRun
+from pipefit.cost.memory.correction_file import MemoryFacts, facts_of
 from pipefit.model.graph import Model
-from pipefit.plan.build import build_plan
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
 from pipefit.plan.risk import peak_parts, with_risk
 from pipefit.plan.types import Job, Plan
-from pipefit.run.verify import critical_ranks, measure_rank
-from pipefit.run.verify_record import configuration
-from pipefit.run.worker import lane_of
+from pipefit.run.verify.record import configuration
+from pipefit.run.verify.verify import critical_ranks, measure_rank
+from pipefit.run.worker.worker import lane_of
 
 SCARCE_BYTES = 1 << 28
 """Devices with less are planned for with a correction: without one the planner leaves 64 MiB for libraries."""

@@ -18,7 +18,7 @@ from typing import Any
 from lab_runs import Measured, lab_of, profiled, run_plans
 from pipefit.cluster import Cluster, load
 from pipefit.codec import digest, dump_text, from_data, to_data
-from pipefit.cost.memory_file import MemoryFacts, load_memory
+from pipefit.cost.memory.correction_file import MemoryFacts, load_memory
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
 from provenance import provenance

@@ -126,10 +126,10 @@ def rank_main(rank: int, processes: int, port: int, kind: str, pairs: int, queue
 def make_plan(kind: str, processes: int) -> tuple[Any, Any]:
     """The model and its 1F1B plan, without reductions and optimizer."""
     from pipefit.cluster import local
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
     from pipefit.model.registry import describe
-    from pipefit.plan.build import build_plan
-    from pipefit.plan.decisions import Decisions
+    from pipefit.plan.evaluate.planner_context import build_plan
+    from pipefit.plan.request.decisions import Decisions
     from pipefit.plan.types import Job
     from pipefit.schedule.actions import Schedule, format_lanes
 
@@ -194,10 +194,10 @@ def our_side(model: Any, plan: Any) -> tuple[Callable[[], float], int, dict[str,
     import torch
 
     from pipefit.data.stepplan import StepPlan, batch_shape
-    from pipefit.run.build import build_worker
-    from pipefit.run.comms import Comms
-    from pipefit.run.feeds import make_feeds
-    from pipefit.run.optimizer import OptimizerConfig
+    from pipefit.run.inputs.feeds import make_feeds
+    from pipefit.run.transfers.comms import Comms
+    from pipefit.run.update.optimizer import OptimizerConfig
+    from pipefit.run.worker.build import build_worker
 
     worker = build_worker(plan, model, Comms(), torch.device("cpu"), OptimizerConfig())
     step_plan = StepPlan(

@@ -160,7 +160,7 @@ def runtime_deltas(model: str, tokens: int) -> dict[str, Deltas]:
     From the rules that the cost tables are made of: F keeps `after_forward` bytes, I leaves `after_input_gradient`
     (inputs and gradients of what holds parameters), W frees them.
     """
-    from pipefit.model.ops.saved import saved_bytes
+    from pipefit.model.analysis.saved import saved_bytes
     from pipefit.model.registry import open_model
 
     opened = open_model(model)

@@ -59,7 +59,7 @@ def families() -> tuple[str, ...]:
 def measure(devices: int, microbatches: int, sequence: int, names: tuple[str, ...]) -> dict[str, Any]:
     """Peaks of every family, measured and simulated, in bytes per device; and as shares of 1F1B's largest."""
     from pipefit.cluster import local
-    from pipefit.plan.predict import simulate_plan
+    from pipefit.plan.assemble.predict import simulate_plan
 
     model, plans = make_plans(devices, microbatches, sequence, names)
     measured = run(devices, plans, model)
@@ -91,10 +91,10 @@ def measure(devices: int, microbatches: int, sequence: int, names: tuple[str, ..
 def make_plans(devices: int, microbatches: int, sequence: int, names: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """(the model, the plan of every family): equal layers, cut by hand."""
     from pipefit.cluster import local
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
     from pipefit.model.registry import describe
-    from pipefit.plan.build import build_plan
-    from pipefit.plan.decisions import Decisions
+    from pipefit.plan.evaluate.planner_context import build_plan
+    from pipefit.plan.request.decisions import Decisions
     from pipefit.plan.types import Job
     from pipefit.schedule import FAMILIES
 
@@ -126,7 +126,7 @@ def rank_main(rank: int, devices: int, port: int, plans: dict[str, Any], model: 
     import torch
     import torch.distributed as dist
 
-    from pipefit.run.comms import Comms
+    from pipefit.run.transfers.comms import Comms
 
     join_group(rank, devices, port)
     comms, found = Comms(), {}
@@ -146,10 +146,10 @@ def peak_bytes(plan: Any, model: Any, comms: Any) -> float:
     import torch
 
     from pipefit.data.stepplan import StepPlan, batch_shape
-    from pipefit.run.build import build_worker
-    from pipefit.run.feeds import make_feeds
-    from pipefit.run.optimizer import OptimizerConfig
-    from pipefit.run.stage_audit import AllocationAudit
+    from pipefit.run.inputs.feeds import make_feeds
+    from pipefit.run.stage.memory_audit import AllocationAudit
+    from pipefit.run.update.optimizer import OptimizerConfig
+    from pipefit.run.worker.build import build_worker
 
     worker = build_worker(plan, model, comms, torch.device("cpu"), OptimizerConfig(lr=1e-3))
     labels = plan.job.batch * plan.job.sequence

@@ -18,8 +18,8 @@ import numpy as np
 from paced import Pace, Times
 from pipefit.schedule import FAMILIES, Problem
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.csv_io import to_csv
-from pipefit.schedule.lower import lower
+from pipefit.schedule.lowering.lower import lower
+from pipefit.schedule.text.csv_io import to_csv
 
 WIDTH, TOKENS = 64, 256
 MESSAGE_BYTES = TOKENS * WIDTH * 8
@@ -83,9 +83,9 @@ def make_model(chunks: int) -> Any:
 def make_plan(schedule: Schedule, chunks: int, times: Times, transfer_s: float) -> Any:
     """The plan of a schedule: equal chunks per stage, its transfers put in by the paced times."""
     from pipefit.cluster import local
-    from pipefit.plan.build import build_plan
-    from pipefit.plan.decisions import Decisions
-    from pipefit.plan.order import order_of
+    from pipefit.plan.assemble.order import order_of
+    from pipefit.plan.evaluate.planner_context import build_plan
+    from pipefit.plan.request.decisions import Decisions
     from pipefit.plan.types import Job
 
     each = chunks // schedule.stages
@@ -117,9 +117,9 @@ class Ours:
         import torch
 
         from pipefit.data.stepplan import StepPlan, batch_shape
-        from pipefit.run.build import build_worker
-        from pipefit.run.feeds import make_feeds
-        from pipefit.run.optimizer import OptimizerConfig
+        from pipefit.run.inputs.feeds import make_feeds
+        from pipefit.run.update.optimizer import OptimizerConfig
+        from pipefit.run.worker.build import build_worker
 
         device = torch.device("cpu")
         self.worker = build_worker(plan, make_model(chunks), comms, device, OptimizerConfig())

@@ -164,7 +164,7 @@ def rank_main(rank: int, setting: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from pipefit.run.comms import Comms
+    from pipefit.run.transfers.comms import Comms
 
     torch.set_num_threads(1)
     punctual = be_punctual()

@@ -33,7 +33,7 @@ import schedule_cases as cases
 from baselines.adaptive import Means, search
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Schedule, check, linear
-from pipefit.schedule.fit import fit
+from pipefit.schedule.fit.search import fit
 from pipefit.simulate import simulate
 from provenance import provenance, write_result
 from schedule_cases import Case

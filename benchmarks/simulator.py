@@ -25,9 +25,9 @@ import numpy as np
 
 from pipefit.cost.types import ActionTable, Contention, CostTable, EdgeCost, Flow, FlowKey
 from pipefit.schedule import Problem, chain, family, linear, lower
-from pipefit.schedule.compile import compile_graph
-from pipefit.schedule.contended import run_contended
-from pipefit.schedule.times import durations, run, run_sweep
+from pipefit.schedule.taskgraph.compile import compile_graph
+from pipefit.schedule.taskgraph.contended import run_contended
+from pipefit.schedule.taskgraph.times import durations, run, run_sweep
 from pipefit.simulate import Timeline
 from provenance import provenance, write_result
 

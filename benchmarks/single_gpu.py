@@ -34,19 +34,19 @@ import torch
 from torch import nn
 
 from pipefit.cluster import Cluster, open_cluster
-from pipefit.cost.memory import Precision
-from pipefit.model.capture import capture
+from pipefit.cost.static_memory import Precision
+from pipefit.model.analysis.totals import graph_flops
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
-from pipefit.model.ops import graph_flops
 from pipefit.model.registry import build_layers, resolve
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.run.feed import Feed
-from pipefit.run.metrics import find_peak
-from pipefit.run.optimizer import AdamW, OptimizerConfig
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.session.metrics import find_peak
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
+from pipefit.run.update.optimizer import AdamW, OptimizerConfig
 from provenance import provenance, write_result
 
 

@@ -25,11 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.cost.collectives import all_reduce_s
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Roofline
+from pipefit.cost.comm.collectives import all_reduce_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import Roofline
 from pipefit.model.registry import parameter_count
-from pipefit.plan.searched import setting_of
+from pipefit.plan.assemble.shard_recipes import setting_of
 from provenance import provenance, write_result
 from spmd_bound import no_program_below_s
 from spmd_sides import Result, best, bound_s, everything, experts_too, fully_sharded, no_rows, rows_only
@@ -119,7 +119,7 @@ def small_models() -> Mapping[str, Callable[[], Any]]:
 
 def model_rows(name: str, make: Callable[[], Any], hosts: tuple[int, int], devices: int) -> dict[str, Any]:
     """Every side of one model: seconds of a step."""
-    from pipefit.model.capture_whole import capture_whole
+    from pipefit.model.capture.whole import capture_whole
 
     started = time.process_time()
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipefit.cost.memory import GRADIENT_BYTES
+from pipefit.cost.static_memory import GRADIENT_BYTES
 from pipefit.model.graph import Layer, element_count
 from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import PricedLayer

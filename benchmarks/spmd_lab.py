@@ -23,13 +23,13 @@ from typing import Any
 
 from lab_runs import Measured, lab_of, measured_labs, profiled, run_plans, small_model
 from pipefit.cluster import Cluster
-from pipefit.cost.curves import best_costs
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
+from pipefit.plan.assemble.shard_recipes import setting_of
 from pipefit.plan.make import make_plan
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.searched import setting_of
+from pipefit.plan.request.constraints import parse_pins
 from pipefit.plan.types import Job, Plan
 from pipefit.shard.chain import Chains
 from pipefit.shard.synthesize import synthesize

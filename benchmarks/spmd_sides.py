@@ -1,7 +1,7 @@
 """The sides of the proof of synthesized programs: ours, and baselines that are the same search with less allowed.
 
 So every side has the same collectives, the same prices, the same devices, and the same overlap: reductions of whole
-parameters' gradients hide under the backward bucket by bucket (`cost/overlap.py`); all other collectives wait.
+parameters' gradients hide under the backward bucket by bucket (`cost/pipeline/overlap.py`); all other collectives wait.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipefit.cost.memory import GRADIENT_BYTES
-from pipefit.cost.overlap import BUCKET_BYTES, hidden_s
+from pipefit.cost.pipeline.overlap import BUCKET_BYTES, hidden_s
+from pipefit.cost.static_memory import GRADIENT_BYTES
 from pipefit.errors import PlanError
 from pipefit.model.graph import element_count
 from pipefit.shard import frontier

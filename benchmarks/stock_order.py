@@ -22,7 +22,7 @@ from typing import Literal
 
 from paced import Times
 from pipefit.schedule.actions import COMPUTE, TRANSFER, Action, Schedule, parse_action
-from pipefit.schedule.csv_io import to_csv
+from pipefit.schedule.text.csv_io import to_csv
 
 Streams = Literal["directed", "pair"]
 Message = tuple[str, int, int, int]

@@ -28,7 +28,7 @@ from lab_runs import TOKENS, Measured, lab_of, measured_labs, profiled, run_plan
 from pipefit.cluster import Cluster
 from pipefit.errors import PipefitError
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.make import make_plan
 from pipefit.plan.types import Job, Plan
 from provenance import provenance, write_result

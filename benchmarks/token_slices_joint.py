@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.plan.outcome import Evaluated
-from pipefit.plan.search import search
-from pipefit.plan.sliced.again import sliced_again
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.passes.reslice import sliced_again
+from pipefit.plan.passes.search import search
 from token_slices_replay import Ran, job_of, ran, workbench
 from token_slices_v100 import Constants, Setting, reduction_s
 

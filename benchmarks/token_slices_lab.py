@@ -26,20 +26,20 @@ from lab_clusters import lab
 from lab_runs import CLUSTERS, Measured, lab_of, profiled, run_plans
 from pipefit.cluster import Cluster
 from pipefit.codec import dump_text
-from pipefit.cost.curves import action_times_s, find_layer, signature
-from pipefit.cost.table import ACTION_OVERHEAD_S
+from pipefit.cost.compute.curves import action_times_s, find_layer, signature
+from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S
 from pipefit.lab.lifecycle import Lab
 from pipefit.lab.pace import layer_facts
 from pipefit.lab.spec import LabFile
 from pipefit.lab.tables import DeviceTable
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Graph, Model
 from pipefit.model.registry import describe
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import predict, simulate_plan
-from pipefit.plan.search import search
-from pipefit.plan.sliced.again import sliced_again
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.passes.reslice import sliced_again
+from pipefit.plan.passes.search import search
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.slicing.cuts import equal_cost, uniform
 from pipefit.plan.slicing.refine import refine
 from pipefit.plan.slicing.terapipe import best_slicing

@@ -3,7 +3,7 @@
 The last stage of a model (norm, head, loss) makes logits of rows x tokens x vocabulary: cut into s slices, of a part
 of the tokens. It is run forward and backward, slice by slice, one slice at a time as 1F1B does on the last stage, and
 the CPU allocator's own record (PyTorch's profiler) gives what is alive at the worst moment, beside the parameters and
-gradient buffers. Beside it the planner's count of the same (`cost/stage_memory.py`).
+gradient buffers. Beside it the planner's count of the same (`cost/memory/stage.py`).
 
     python benchmarks/token_slices_memory.py [--quick] [--json PATH]
 """
@@ -57,11 +57,11 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
     import torch
 
     from pipefit.cluster import parse_spec
-    from pipefit.cost.roofline import Place, Roofline
-    from pipefit.cost.stage_memory import stage_memory
-    from pipefit.run.feed import Feed
-    from pipefit.run.stage import StageLayer, StageProgram
-    from pipefit.run.stage_audit import AllocationAudit
+    from pipefit.cost.compute.roofline import Place, Roofline
+    from pipefit.cost.memory.stage import stage_memory
+    from pipefit.run.stage.memory_audit import AllocationAudit
+    from pipefit.run.stage.program import StageLayer, StageProgram
+    from pipefit.run.stage_inputs import Feed
 
     model = _model(width, vocabulary)
     layers = [
@@ -95,7 +95,7 @@ def _one(rows: int, tokens: int, width: int, vocabulary: int, slices: int, dtype
 
 def _model(width: int, vocabulary: int) -> Any:
     """A Llama of one layer, of which only the head and the loss are run."""
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
     from pipefit.model.registry import describe
 
     config = {

@@ -21,11 +21,11 @@ import numpy as np
 from memory_trade import compare
 from paced import be_punctual
 from pipefit.cluster import local
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.slicing.cuts import equal_cost
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families.interleaved_1f1b import placement as looped
@@ -143,7 +143,7 @@ def rank_main(
     """One process: a worker for every plan, steps in turn."""
     import torch.distributed as dist
 
-    from pipefit.run.comms import Comms
+    from pipefit.run.transfers.comms import Comms
 
     be_punctual()
     join_group(rank, count, port)
@@ -188,9 +188,9 @@ class Side:
         import torch
 
         from pipefit.data.stepplan import StepPlan, batch_shape
-        from pipefit.run.build import build_worker
-        from pipefit.run.feeds import make_feeds
-        from pipefit.run.optimizer import OptimizerConfig
+        from pipefit.run.inputs.feeds import make_feeds
+        from pipefit.run.update.optimizer import OptimizerConfig
+        from pipefit.run.worker.build import build_worker
 
         device = torch.device("cpu")
         still = OptimizerConfig(lr=0.0, weight_decay=0.0)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.slicing.cuts import slice_times, uniform
 from pipefit.plan.slicing.terapipe import Slicing, best_slicing
 from pipefit.plan.types import Job

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.cost.memory import Precision
-from pipefit.cost.roofline import CollectiveTime, LayerCost, Place, Recompute, Roofline
+from pipefit.cost.compute.roofline import CollectiveTime, LayerCost, Place, Recompute, Roofline
+from pipefit.cost.static_memory import Precision
 from pipefit.model.graph import Graph, Model
 
 DATA = Path(__file__).parent / "data" / "terapipe.json"
@@ -339,7 +339,7 @@ def model_of(hidden: int, layers: int, sequence: int) -> Model:
     """Layers with GPT-3's number of parameters and heads. They are written as Llama's, with a gated MLP of two thirds
     of the width: times come from `LayerTime`, and the planner shards separate queries, keys and values. A vocabulary of
     eight, because the paper leaves embedding and head out."""
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
     from pipefit.model.registry import describe
 
     config = {

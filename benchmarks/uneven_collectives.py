@@ -24,8 +24,8 @@ from typing import Any
 from lab_runs import profiled, small_model
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail
 from pipefit.codec import dump_text
-from pipefit.cost.lowerings import LOWERINGS, Lowerings
-from pipefit.cost.network import Network
+from pipefit.cost.comm.lowerings import LOWERINGS, Lowerings
+from pipefit.cost.comm.network import Network
 from pipefit.errors import PipefitError
 from pipefit.lab import launch, lifecycle
 from pipefit.lab.lifecycle import Lab

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipefit.run.comms import Comms
-from pipefit.run.setup import World
-from pipefit.run.shard_parts import ShardContext, exchange_parts, gather_parts, scatter_sums
+from pipefit.run.session.rendezvous import World
+from pipefit.run.sharded.parts import ShardContext, exchange_parts, gather_parts, scatter_sums
+from pipefit.run.transfers.comms import Comms
 
 UNITS = 48
 """A tensor has so many rows (and for all-to-all so many columns), which the cases cut."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipefit.cluster import load
-from pipefit.plan.check import load_plan
+from pipefit.plan.check.rules import load_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 

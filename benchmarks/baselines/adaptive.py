@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock, place_weights
-from pipefit.schedule.block_passes import Lanes, Pass, actions, needs, number, repeat, squeeze
-from pipefit.schedule.block_reorder import Sort, peak, reorder_cool_down, reorder_warm_up
+from pipefit.schedule.blocks.building_block import BuildingBlock, place_weights
+from pipefit.schedule.blocks.passes import Lanes, Pass, actions, needs, number, repeat, squeeze
+from pipefit.schedule.blocks.reorder import Sort, peak, reorder_cool_down, reorder_warm_up
 from pipefit.schedule.problem import vee
 
 INTERVAL = 6

@@ -11,14 +11,14 @@ import pytest
 from pipefit.cluster import local
 from pipefit.cluster.measured import LayerCurve, LayerPoint, Measured, Setting
 from pipefit.cluster.types import Cluster
-from pipefit.cost import curves
-from pipefit.cost.alike import Whole, products, whole_place
-from pipefit.cost.roofline import LayerCost, Place
+from pipefit.cost.compute import curves
+from pipefit.cost.compute.roofline import LayerCost, Place
+from pipefit.cost.compute.roofline_correction import Whole, products, whole_place
 from pipefit.lab.pace import layer_facts
 from pipefit.lab.tables import KINDS, DeviceTable
 from pipefit.model.graph import Graph
 from pipefit.model.registry import open_model
-from pipefit.plan.sharded import Programs
+from pipefit.plan.assemble.shard_programs import Programs
 from pipefit.profile.calibrate import with_ratios
 from pipefit.profile.fit import fit_layer
 from pipefit.profile.points import Point

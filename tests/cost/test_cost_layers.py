@@ -7,15 +7,15 @@ import pytest
 from plan_toys import INNER, VOCABULARY, WIDTH, block_graph, embed_graph, loss_graph, toy_cluster, toy_model
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Place, Roofline
-from pipefit.cost.table import ACTION_OVERHEAD_S, cost_table, lane_parts
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S, cost_table, lane_parts
+from pipefit.cost.static_memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.layout import Axis, Group
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.assemble.pipeline_work import pipeline_work
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.plan.work import pipeline_work
 
 ROWS, TOKENS = 3, 16
 PLACE = Place(ROWS, TOKENS, 0, TOKENS)

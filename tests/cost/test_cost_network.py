@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.spec import uniform_rail
-from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from pipefit.cost.network import Network
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.comm.network import Network
 
 MB = 1e6
 

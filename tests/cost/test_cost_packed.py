@@ -10,13 +10,13 @@ import pytest
 
 from pipefit.cluster import parse_spec
 from pipefit.cluster.measured import ActionCurve, LayerCurve, Measured
-from pipefit.cost.contention import pipelines, with_contention
-from pipefit.cost.curves import MeasuredCosts, action_time_s, signature
-from pipefit.cost.memory_lanes import lane_limits
-from pipefit.cost.network import Network
-from pipefit.cost.packed import alike_rows, as_sizes
-from pipefit.cost.roofline import Place, Roofline
-from pipefit.cost.table import cost_table, stage_cost
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import MeasuredCosts, action_time_s, signature
+from pipefit.cost.compute.packed_rows import alike_rows, as_sizes
+from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.memory.lanes import lane_limits
+from pipefit.cost.pipeline.contention import pipelines, with_contention
+from pipefit.cost.pipeline.table import cost_table, stage_cost
 from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor

@@ -15,10 +15,10 @@ from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, L
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text, load_text
-from pipefit.cost import curves
-from pipefit.cost.collectives import all_gather_s, all_reduce_s
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Place, Roofline
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute import curves
+from pipefit.cost.compute.roofline import Place, Roofline
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.fit import fit_action, fit_layer
 from pipefit.profile.points import MOST_POINTS, Point, attention_points, first_points, refined, token_counts

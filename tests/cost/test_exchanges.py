@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.exchanges import exchanges_of
-from pipefit.cost.roofline import Place, Roofline
+from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.compute.shard_exchanges import exchanges_of
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 
 SYMBOLS = {"B": 4, "T": 8, "P": 0, "S": 2, "R": 1}

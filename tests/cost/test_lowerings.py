@@ -10,9 +10,9 @@ import pytest
 from pipefit.cluster import parse_spec
 from pipefit.cluster.measured import CollectiveCurve, Measured
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.cost.collectives import all_gather_s, reduce_scatter_s
-from pipefit.cost.lowerings import GROUPED_OVER_EVEN, Lowerings, shard_collective
-from pipefit.cost.network import Network
+from pipefit.cost.comm.collectives import all_gather_s, reduce_scatter_s
+from pipefit.cost.comm.lowerings import GROUPED_OVER_EVEN, Lowerings, shard_collective
+from pipefit.cost.comm.network import Network
 
 MB = 1e6
 

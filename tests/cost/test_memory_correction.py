@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipefit.codec import dump_text
-from pipefit.cost.memory_correction import LEAST_CONFIGURATIONS, PARTS, MemoryRun, learn
-from pipefit.cost.memory_file import MemoryFacts, facts_of, load_memory, record
+from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryRun, learn
+from pipefit.cost.memory.correction_file import MemoryFacts, facts_of, load_memory, record
 from pipefit.errors import ClusterError, FormatError
 
 TRUTH = {

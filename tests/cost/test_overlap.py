@@ -9,11 +9,11 @@ import pytest
 from plan_toys import toy_model
 
 from pipefit.cluster import Cluster, parse_spec
-from pipefit.cost.overlap import BUCKET_BYTES, buckets, hidden_s
-from pipefit.plan.bounds import table_bound_s
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import simulate_plan
+from pipefit.cost.pipeline.overlap import BUCKET_BYTES, buckets, hidden_s
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.bounds.step_bounds import table_bound_s
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.schedule import Problem, family, linear, lower, uniform_costs
 from pipefit.simulate import simulate
@@ -64,7 +64,7 @@ def cluster(overlap: float) -> Cluster:
 
 
 def test_a_plan_hides_what_the_closed_form_says_times_the_share_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipefit.cost.overlap.buckets", lambda layers, size: buckets(layers, 1.0))
+    monkeypatch.setattr("pipefit.cost.pipeline.overlap.buckets", lambda layers, size: buckets(layers, 1.0))
     model, job = toy_model(4), Job(batch=8, sequence=4096)
     decisions = Decisions(stages=1, replicas=(1, 1), microbatches=1)
     plan = build_plan(model, cluster(0.5), job, decisions)
@@ -85,12 +85,12 @@ def test_a_plan_hides_what_the_closed_form_says_times_the_share_of_its_devices(m
 
 
 def _place(rows: int, tokens: int):  # type: ignore[no-untyped-def]
-    from pipefit.cost.roofline import Place
+    from pipefit.cost.compute.roofline import Place
 
     return Place(rows, tokens, 0, tokens)
 
 
 def test_buckets_are_as_large_as_the_runtime_makes_them() -> None:
-    from pipefit.run.build import BUCKET_BYTES as USED
+    from pipefit.run.worker.build import BUCKET_BYTES as USED
 
     assert BUCKET_BYTES == USED

@@ -11,9 +11,9 @@ import pytest
 from plan_toys import block_graph
 from test_cost_layers import kind
 
-from pipefit.cost import operator_times
-from pipefit.cost.reads import KeptByReads
-from pipefit.cost.roofline import Place, Roofline
+from pipefit.cost.compute import operator_times
+from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.compute.symbol_memo import KeptByReads
 from pipefit.model.graph import Graph, Operator, Tensor
 
 

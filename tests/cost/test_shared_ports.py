@@ -11,14 +11,14 @@ from plan_toys import toy_model
 from pipefit.cluster import Cluster, Host, local, parse_spec
 from pipefit.cluster.measured import CollectiveCurve, Measured, RailCurve, Sharing, Uplink
 from pipefit.cluster.types import Provenance, Rail
-from pipefit.cost.collectives import all_gather_s, all_reduce_s
-from pipefit.cost.contention import MOST_PIPELINES, with_contention
-from pipefit.cost.network import Network
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.pipeline.contention import MOST_PIPELINES, with_contention
 from pipefit.cost.types import Contention
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.assemble.pipeline_work import pipeline_work
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.plan.work import pipeline_work
 
 MB = 1e6
 FAST = (1e9,) * 4

@@ -19,7 +19,7 @@ from pipefit.data.multimodal.loads import block_of, forward_ns, microbatch_sums
 from pipefit.data.multimodal.ordering import Pipeline, fill_intervals, improved, ordered
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.stepplan import BatchShape, step_plan
-from pipefit.plan.check import load_plan
+from pipefit.plan.check.rules import load_plan
 from pipefit.plan.types import Arranging, SampleLoad
 
 Ints = NDArray[np.int64]

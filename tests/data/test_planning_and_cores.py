@@ -18,7 +18,7 @@ from pipefit.data.multimodal.sample_rows import rows_of_index
 from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.preparation.cores import ImageRate, cores_for, cores_needed, image_sizes, measured_rate
 from pipefit.errors import DataError
-from pipefit.plan.modules.samples import StageShares
+from pipefit.plan.request.sampled_batches import StageShares
 from pipefit.plan.types import Arranging, SampleLoad
 
 LOADS = (SampleLoad(space="patches", token_s=0.01), SampleLoad(space="samples", row_s=1.0))

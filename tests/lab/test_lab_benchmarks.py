@@ -53,8 +53,8 @@ def test_formulas_agree_where_links_are_alike_and_cost_nothing() -> None:
     """One stage on one device: nothing but (forward + backward) of every microbatch."""
     from contention import built, laid
     from formulas import amp, pipette, uniform
-    from pipefit.plan.build import Workbench
-    from pipefit.plan.predict import simulate_plan
+    from pipefit.plan.assemble.predict import simulate_plan
+    from pipefit.plan.evaluate.planner_context import Workbench
 
     model, cluster = toy_model(4), parse_spec("2x2xA100-80:1GB/s")
     plan = built(cluster, model, laid(1, 1, 4), Job(batch=8, sequence=64, precision="float32"))
@@ -71,8 +71,8 @@ def test_pipettes_formula_pays_the_way_once_for_every_turn() -> None:
     """Two stages on two hosts at 1 GB/s: 4 microbatches are two turns, so two more ways than none."""
     from contention import built, laid
     from formulas import pipette, uniform
-    from pipefit.plan.build import Workbench
-    from pipefit.plan.predict import simulate_plan
+    from pipefit.plan.assemble.predict import simulate_plan
+    from pipefit.plan.evaluate.planner_context import Workbench
 
     model, cluster = toy_model(4), parse_spec("2x1xA100-80:1GB/s")
     plan = built(cluster, model, laid(2, 1, 4), Job(batch=8, sequence=64, precision="float32"))

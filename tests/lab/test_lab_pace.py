@@ -19,12 +19,12 @@ from lab_toys import lab_path, toy_lab
 
 from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable, LayerFacts
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.registry import open_model, resolve
 from pipefit.profile.device import introduce, rates
 from pipefit.profile.layers import LayerBench, Samples, Subject, typical
 from pipefit.profile.points import Point
-from pipefit.run.feed import Feed
+from pipefit.run.stage_inputs import Feed
 
 TABLE = DeviceTable(flops_per_s=1e9, memory_bytes_per_s=1e10, jitter=0.0, boost=0.0)
 

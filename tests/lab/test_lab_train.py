@@ -13,7 +13,7 @@ from lab_toys import kernel_state, lab_path, needs_lab, toy_cluster, toy_lab
 
 from pipefit.cluster import load
 from pipefit.lab.tables import DeviceTable
-from pipefit.plan.check import load_plan
+from pipefit.plan.check.rules import load_plan
 
 RATES = {(0, 1): 2e7, (1, 0): 1e7}
 TABLE = DeviceTable(flops_per_s=4e9, memory_bytes_per_s=4e9, knee_tokens=16.0, action_s=5e-3)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.model.configs.multimodal import MultimodalConfig
+from pipefit.model.families.multimodal.config import MultimodalConfig
 
 Batch = Mapping[str, Mapping[str, Tensor]]
 """Module -> the inputs of its layers by name."""

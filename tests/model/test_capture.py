@@ -18,9 +18,10 @@ from variants import VARIANTS, captured
 
 from pipefit import codec
 from pipefit.errors import ModelError
-from pipefit.model.capture import OpaqueLayerWarning, capture, capture_layers
+from pipefit.model.analysis.totals import infer
+from pipefit.model.capture.layers import OpaqueLayerWarning, capture, capture_layers
 from pipefit.model.graph import Graph
-from pipefit.model.ops import KINDS, infer
+from pipefit.model.ops import KINDS
 from pipefit.model.registry import build_layers, builtin_names, describe, open_model, resolve, save_model
 
 
@@ -78,7 +79,7 @@ def test_every_operator_is_registered_and_its_shapes_are_inferred(name: str) -> 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "mixtral", "mistral-window"])
 def test_no_size_of_the_example_is_frozen_into_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipefit.model.capture._EXAMPLE", {"B": 17, "T": 29})
+    monkeypatch.setattr("pipefit.model.capture.layers._EXAMPLE", {"B": 17, "T": 29})
     described = describe(VARIANTS[name], name, name)
     assert capture(described.family, described.config) == captured(name)
 
@@ -146,7 +147,7 @@ def test_a_saved_model_is_read_without_torch(tmp_path: Path) -> None:
 
 def test_hashes_are_equal_in_another_process() -> None:
     code = (
-        "from pipefit.model.registry import resolve\nfrom pipefit.model.capture import capture\n"
+        "from pipefit.model.registry import resolve\nfrom pipefit.model.capture.layers import capture\n"
         "d = resolve('tiny-qwen3-moe')\nprint(capture(d.family, d.config).hash)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}

@@ -9,7 +9,7 @@ import torch
 from tests.model.whole_models import HAP, OTHERS, count_of_labels, random_inputs
 from tests.shard.whole_runs import compare, feed_of, reference, run_whole
 
-from pipefit.model.capture_whole import UnknownOperatorWarning, capture_whole
+from pipefit.model.capture.whole import UnknownOperatorWarning, capture_whole
 
 
 @pytest.mark.parametrize("name", [*HAP, *OTHERS])

@@ -8,7 +8,7 @@ from tests.shard.whole_runs import compare, feed_of, reference, run_whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipefit.model.capture_whole import capture_whole, fed_as
+from pipefit.model.capture.whole import capture_whole, fed_as
 from pipefit.model.example import Example
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from variants import VARIANTS
 
 from pipefit.errors import FormatError, ModelError
-from pipefit.model.capture import capture_layers
+from pipefit.model.capture.layers import capture_layers
 from pipefit.model.registry import build_layers, describe, open_model, resolve, typed_config
-from pipefit.model.weights import INDEX, WeightFiles, layer_tensors, load_layers, save_weights
+from pipefit.model.weights.files import INDEX, WeightFiles, layer_tensors, load_layers, save_weights
 
 LLAMA = VARIANTS["llama2"]
 

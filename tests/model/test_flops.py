@@ -11,11 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS, captured
 
-from pipefit.model.capture import capture
-from pipefit.model.capture_whole import capture_whole
+from pipefit.model.analysis.totals import graph_flops, graph_traffic_bytes, recompute_flops
+from pipefit.model.capture.layers import capture
+from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
-from pipefit.model.ops import Flops, graph_flops, graph_traffic_bytes, recompute_flops
+from pipefit.model.ops import Flops
 from pipefit.model.registry import build_layers, describe, parameter_count, resolve
 
 ROWS, TOKENS = 2, 12

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from interpreter import run_graph
 from torch import Tensor, nn
 
-from pipefit.model.capture import OpaqueLayerWarning, capture_layers
-from pipefit.model.graph import Graph, Operator, ParameterSpec, Size
-from pipefit.model.graph import Tensor as Value
-from pipefit.model.lift import (
+from pipefit.model.capture.layers import OpaqueLayerWarning, capture_layers
+from pipefit.model.capture.lift import (
     merge_equal_operators,
     merge_reshapes,
     merge_transposes,
     remove_casts_of_equal_types,
     remove_dead,
 )
+from pipefit.model.graph import Graph, Operator, ParameterSpec, Size
+from pipefit.model.graph import Tensor as Value
 from pipefit.model.ops.rotary import frequencies
 
 HEADS, DIM = 3, 8

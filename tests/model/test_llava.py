@@ -12,7 +12,7 @@ from in_float64 import AllInFloat64
 from multimodal_reference import batch_of, make_sample, run
 
 from pipefit.errors import ModelError
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.registry import build_layers, describe, resolve, typed_config
 
 PATCH, SIDE = 4, 3

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipefit.errors import ModelError
-from pipefit.model.capture_whole import capture_whole
-from pipefit.model.counted import counted
+from pipefit.model.capture.counted import counted
+from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
-from pipefit.plan.length import own_length
-from pipefit.run.label_count import LabelCount
+from pipefit.plan.request.sequence_length import own_length
+from pipefit.run.inputs.label_count import LabelCount
 from pipefit.shard.apart import check_apart
 
 

@@ -11,7 +11,7 @@ from in_float64 import AllInFloat64
 from variants import VARIANTS
 
 from pipefit.model.registry import build_layers, describe
-from pipefit.model.weights import WeightFiles, layer_tensors, load_layers, save_weights
+from pipefit.model.weights.files import WeightFiles, layer_tensors, load_layers, save_weights
 
 ROWS, TOKENS = 3, 13
 

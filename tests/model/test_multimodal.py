@@ -18,11 +18,12 @@ from interpreter import run_outputs
 from multimodal_reference import Batch, Sample, batch_of, divisors_of, grid_of, make_sample, step, step_of
 
 from pipefit.errors import ModelError
-from pipefit.model.capture import capture, capture_layers
+from pipefit.model.analysis.totals import infer
+from pipefit.model.capture.layers import capture, capture_layers
 from pipefit.model.graph import Model
-from pipefit.model.ops import KINDS, infer
+from pipefit.model.ops import KINDS
 from pipefit.model.registry import build_layers, describe, open_model, resolve, save_model, typed_config
-from pipefit.plan.sliced.check import document_obstacles, obstacles
+from pipefit.plan.request.sliceable import document_obstacles, obstacles
 
 TINY = resolve("multimodal-tiny").config
 
@@ -289,7 +290,7 @@ def test_a_bad_configuration_is_one_clear_error(message: str) -> None:
 
 def test_every_module_starts_with_its_own_deviation() -> None:
     """As `pipefit train` starts: from the seed alone, whatever the layout."""
-    from pipefit.run.initial import deviation_of, kinds_of
+    from pipefit.run.stage.initial_values import deviation_of, kinds_of
 
     model = capture("multimodal", changed(vision={**TINY["vision"], "initializer_range": 0.5}))
     kinds = kinds_of(model)
@@ -324,7 +325,7 @@ def test_shapes_are_inferred_and_no_size_of_the_example_is_frozen(monkeypatch: p
             kind.check_inputs(operator)
             given = tuple(shapes[key] if key else None for key in operator.inputs)
             assert infer(operator.kind, given, operator.attributes) == (shapes[operator.outputs[0]],), operator
-    monkeypatch.setattr("pipefit.model.capture._EXAMPLE", {"B": 17, "T": 29, "I": 19, "L": 23})
+    monkeypatch.setattr("pipefit.model.capture.layers._EXAMPLE", {"B": 17, "T": 29, "I": 19, "L": 23})
     assert capture("multimodal", CONFIGS["vit"]) == model
 
 

@@ -16,15 +16,17 @@ from test_saved_bytes import DTYPES, StorageWatch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipefit.model.capture import capture
+from pipefit.model.analysis.passing import passing_bytes
+from pipefit.model.analysis.saved import Recompute, saved_bytes
+from pipefit.model.analysis.totals import graph_flops
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Graph, Model
-from pipefit.model.ops import Flops, Recompute, graph_flops, saved_bytes
+from pipefit.model.ops import Flops
 from pipefit.model.ops.packed_attention import SQUARES
-from pipefit.model.ops.passing import passing_bytes
 from pipefit.model.registry import build_layers, describe, resolve, typed_config
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
-from pipefit.run.stage_audit import AllocationAudit
+from pipefit.run.stage.memory_audit import AllocationAudit
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 LENGTH = 40
 IMAGES = [([(2, 3), (4, 4)], [(2, 2)]), ([], [(3, 1), (1, 5)]), ([(1, 1)], [])]

@@ -19,11 +19,11 @@ from multimodal_reference import grid_of
 from tests.run import modules_toys as toys
 
 from pipefit.errors import FormatError, ModelError
-from pipefit.model.module_weights import module_weights, names_parts, split_parts
 from pipefit.model.registry import build_layers, describe, resolve, typed_config
-from pipefit.model.weights import layer_tensors, load_layers, save_weights
-from pipefit.run.initial import initial_values
-from pipefit.run.train import weights_value
+from pipefit.model.weights.files import layer_tensors, load_layers, save_weights
+from pipefit.model.weights.modules import module_weights, names_parts, split_parts
+from pipefit.run.session.train import weights_value
+from pipefit.run.stage.initial_values import initial_values
 
 SIZES = [(4, 4), (1, 1), (3, 7), (6, 2), (4, 4), (5, 5)]
 """Rows and columns of patches; the table has 4 x 4."""

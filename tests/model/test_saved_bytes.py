@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import VARIANTS, captured
 
-from pipefit.model.capture import capture
+from pipefit.model.analysis.saved import Recompute, saved_bytes
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
-from pipefit.model.ops import Recompute, saved_bytes
 from pipefit.model.registry import describe
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 ROWS, TOKENS = 3, 20
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}

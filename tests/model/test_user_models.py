@@ -12,7 +12,7 @@ from torch import nn
 
 from pipefit.cli import main
 from pipefit.errors import ModelError
-from pipefit.model.capture_whole import UnknownOperatorWarning, capture_whole
+from pipefit.model.capture.whole import UnknownOperatorWarning, capture_whole
 from pipefit.model.example import Example
 
 CHOOSY = """
@@ -197,8 +197,8 @@ def test_examples_are_the_published_models():
 
 def test_a_whole_model_has_one_length_and_no_slices():
     from pipefit.errors import PlanError
-    from pipefit.plan.length import asked_length, check_length
-    from pipefit.plan.sliced.check import check_sliceable
+    from pipefit.plan.request.sequence_length import asked_length, check_length
+    from pipefit.plan.request.sliceable import check_sliceable
 
     moe = load("bert_moe")
     model = capture_whole(moe.example(moe.BertMoe(20, 6, 8, 2, 1, experts=2), 6))

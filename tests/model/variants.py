@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import Described, describe
 

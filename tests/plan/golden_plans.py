@@ -13,9 +13,9 @@ from plan_toys import PATCH, PATCHES, WIDTH, seeing_model, toy_cluster, toy_mode
 from pipefit.cluster import Cluster
 from pipefit.codec import digest
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import lower_for, order_of
+from pipefit.plan.assemble.order import lower_for, order_of
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import (
     AxisPlan,
     Edge,

@@ -9,16 +9,16 @@ from plan_toys import toy_model
 
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.types import Rail
-from pipefit.cost.table import cost_table
+from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import PipelineWork
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import computed_schedule
+from pipefit.plan.assemble.order import computed_schedule
+from pipefit.plan.assemble.pipeline_work import pipeline_work
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import Question, make_question
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.plan.work import pipeline_work
 from pipefit.schedule.actions import Schedule
 from pipefit.simulate import Timeline, simulate
 

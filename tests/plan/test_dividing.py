@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.plan.dividing import image_runs, token_runs
+from pipefit.plan.assemble.image_split import image_runs, token_runs
 
 
 @given(

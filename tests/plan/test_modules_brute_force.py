@@ -15,12 +15,12 @@ from test_plan_modules import JOB
 from three_modules import skewed_samples, three_modules
 
 from pipefit.cluster import parse_spec
-from pipefit.plan.build import Workbench
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.find import BESIDE, OTHERS, _Finder
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
-from pipefit.plan.modules.samples import dealt
+from pipefit.plan.modules.search import BESIDE, OTHERS, _Finder
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import dealt
 
 DEVICES = 4
 SAMPLES = skewed_samples(8, 1, mean=300)

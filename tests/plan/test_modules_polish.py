@@ -9,14 +9,14 @@ import pytest
 from test_plan_modules import CLUSTER, JOB
 from three_modules import skewed_samples, three_modules
 
-from pipefit.plan.build import Workbench
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.find import BEST, _Finder
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.modules.polish import neighbours, polished
-from pipefit.plan.modules.samples import dealt
+from pipefit.plan.modules.search import BEST, _Finder
 from pipefit.plan.modules.trials import plain
-from pipefit.plan.outcome import Evaluated
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import dealt
 
 
 def finder(batches: int = 1) -> _Finder:

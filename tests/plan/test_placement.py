@@ -13,7 +13,7 @@ from test_placement_estimate import chain, two_kinds
 
 from pipefit.cluster import Cluster
 from pipefit.plan.placement import search
-from pipefit.plan.placement.compile import functions
+from pipefit.plan.placement.kernels.compile import functions
 from pipefit.plan.placement.links import TICK_S
 from pipefit.plan.placement.search import Budget, Placed, Searcher, constructions, place
 from pipefit.plan.placement.starts import (
@@ -83,7 +83,7 @@ def test_compiled_and_plain_find_the_same_placement() -> None:
 
 
 def test_the_functions_are_compiled_when_numba_is_loaded_or_it_pays() -> None:
-    assert functions(False)["anneal"].__module__ == "pipefit.plan.placement.anneal"
+    assert functions(False)["anneal"].__module__ == "pipefit.plan.placement.kernels.anneal"
     assert not hasattr(functions(False)["anneal"], "py_func")
     import numba
 

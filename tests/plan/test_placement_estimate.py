@@ -11,15 +11,15 @@ from scipy.stats import spearmanr
 
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.measured import LinkCurve, Measured, RailCurve
-from pipefit.cost.network import Network
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.placement.arena import ARRIVED, DEVICE, LOAD, USED, VALUE, X
+from pipefit.cost.comm.network import Network
+from pipefit.plan.placement.kernels.arena import ARRIVED, DEVICE, LOAD, USED, VALUE, X
+from pipefit.plan.placement.kernels.state import set_moves
 from pipefit.plan.placement.links import TICK_S, link_arrays, links_differ
 from pipefit.plan.placement.search import Searcher
 from pipefit.plan.placement.starts import block_moves
-from pipefit.plan.placement.state import set_moves
+from pipefit.plan.request.decisions import Decisions
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.times import left_to_reduce_s
+from pipefit.schedule.taskgraph.times import left_to_reduce_s
 from pipefit.simulate import simulate
 
 FIELDS = (DEVICE, X, VALUE)

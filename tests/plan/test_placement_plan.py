@@ -12,12 +12,12 @@ from plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster
 from pipefit.errors import PlanError
-from pipefit.plan.check import check_plan
-from pipefit.plan.explain import explain_text
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.explain.text import explain_text
 from pipefit.plan.make import make_plan
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.placement import in_planner
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.passes import place_devices as in_planner
+from pipefit.plan.request.constraints import parse_pins
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=16, sequence=128)

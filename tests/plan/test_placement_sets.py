@@ -12,9 +12,9 @@ from placement_toys import Candidate, candidate, skewed_cluster
 from test_placement_estimate import chain, two_kinds
 
 from pipefit.plan.placement import chains
-from pipefit.plan.placement.arena import DEVICE, PAIR, PAIR_OF
 from pipefit.plan.placement.chains import chain_arrays
-from pipefit.plan.placement.kernel import link_ticks
+from pipefit.plan.placement.kernels.arena import DEVICE, PAIR, PAIR_OF
+from pipefit.plan.placement.kernels.transfer_times import link_ticks
 from pipefit.plan.placement.search import DEVICES_WAY, EXPONENTIAL, FEW_DEVICES, SETS_WAY, Budget, Searcher, place
 
 

@@ -16,12 +16,12 @@ from pipefit.data.multimodal.index import IndexRequest, make_index, open_index
 from pipefit.data.multimodal.planning import arranged_samples, sampled
 from pipefit.data.multimodal.sample_rows import SampleRows, rows_of_index
 from pipefit.data.multimodal.step import multimodal_step
-from pipefit.plan.build import Workbench
-from pipefit.plan.check import load_plan
+from pipefit.plan.check.rules import load_plan
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.find import _Finder
-from pipefit.plan.modules.samples import completed
-from pipefit.plan.pins import parse_pins
+from pipefit.plan.modules.search import _Finder
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.sampled_batches import completed
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=16, sequence=512)

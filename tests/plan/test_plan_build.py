@@ -14,12 +14,12 @@ from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError, ScheduleError, StalePlanError
 from pipefit.layout import holding, parse_form
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_fresh, check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.check.rules import check_fresh, check_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
-from pipefit.schedule.deadlock import find_deadlock
+from pipefit.schedule.check.deadlock import find_deadlock
 
 CLUSTER = toy_cluster(2, 8)
 BENCHES = {tied: Workbench(toy_model(3, tied=tied), CLUSTER) for tied in (False, True)}

@@ -12,9 +12,9 @@ from tests.changes import Change, put
 
 from pipefit.codec import from_data, to_data
 from pipefit.errors import PipefitError, PlanError
-from pipefit.plan.build import build_plan
-from pipefit.plan.check import check_plan, load_plan, problems
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.check.rules import check_plan, load_plan, problems
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 
 MODEL = toy_model(2, tied=True)

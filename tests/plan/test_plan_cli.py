@@ -14,7 +14,7 @@ from plan_toys import toy_model
 
 from pipefit.cluster import parse_spec, save
 from pipefit.codec import dump_text
-from pipefit.plan.check import check_plan, load_plan, save_plan
+from pipefit.plan.check.rules import check_plan, load_plan, save_plan
 from pipefit.plan.types import Hashes
 
 ROOT = Path(__file__).parents[2]

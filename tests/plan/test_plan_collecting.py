@@ -9,7 +9,7 @@ from plan_toys import toy_cluster, toy_model
 
 from pipefit.errors import PlanError
 from pipefit.plan import make
-from pipefit.plan.collecting import collection_put_off
+from pipefit.plan.evaluate.garbage_collection import collection_put_off
 from pipefit.plan.types import Job
 
 

@@ -9,10 +9,10 @@ import pytest
 from plan_toys import toy_cluster, toy_model
 
 from pipefit.cost.types import EdgeCost
-from pipefit.plan.build import Workbench
+from pipefit.plan.assemble.order import computed_schedule
 from pipefit.plan.cutting.memory import CutMemory
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import computed_schedule
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.simulate import simulate

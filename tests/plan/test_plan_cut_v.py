@@ -11,13 +11,13 @@ import pytest
 
 from pipefit.cluster import parse_spec
 from pipefit.cluster.types import Cluster
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
 from pipefit.simulate import simulate

@@ -10,15 +10,15 @@ from three_modules import skewed_samples, three_modules
 
 from pipefit.cluster import parse_spec
 from pipefit.errors import PlanError
-from pipefit.plan.check import check_plan
+from pipefit.plan.assemble.packed_rows import packed_sizes, taking
+from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.samples import Samples, StageShares, dealt
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.ragged import packed_sizes, taking
-from pipefit.plan.sharded import Programs
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.sampled_batches import Samples, StageShares, dealt
 from pipefit.plan.types import Arranging, Job, SampleLoad
-from pipefit.plan.work import parts_of, pipeline_work
 
 JOB = Job(batch=2, sequence=4096)
 CLUSTER = replace(

@@ -9,9 +9,9 @@ from golden_plans import tied_embeddings
 
 from pipefit.cluster.kinds import SHEETS
 from pipefit.codec import load_text
-from pipefit.plan.check import check_fresh, check_plan
-from pipefit.plan.pins import KEYS
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.check.rules import check_fresh, check_plan
+from pipefit.plan.request.constraints import KEYS
 from pipefit.plan.types import Hashes, Plan
 
 DOCS = Path(__file__).parents[2] / "docs"

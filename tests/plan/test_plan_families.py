@@ -8,12 +8,12 @@ import pytest
 from plan_toys import toy_cluster, toy_model
 
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds import FACTS
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_plan
-from pipefit.plan.holding import held_bytes, peaks
-from pipefit.plan.search import search
-from pipefit.plan.space import space
+from pipefit.plan.bounds.in_flight import held_bytes, peaks
+from pipefit.plan.bounds.step_bounds import FACTS
+from pipefit.plan.candidates.space import space
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.passes.search import search
 from pipefit.plan.types import Job
 from pipefit.schedule import FAMILIES, Problem
 

@@ -10,15 +10,15 @@ from plan_toys import toy_cluster, toy_model
 from test_plan_search import little_memory
 
 from pipefit.cluster import parse_spec
-from pipefit.plan import fitting
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate
-from pipefit.plan.fitting import best_plans, fit_layout, moves_for, tables_of
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
 from pipefit.plan.make import _gain, make_plan
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.search import search
+from pipefit.plan.passes import fitted_orders as fitting
+from pipefit.plan.passes.fitted_orders import best_plans, fit_layout, moves_for, tables_of
+from pipefit.plan.passes.search import search
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import linear, vee

@@ -12,12 +12,12 @@ from golden_plans import GOLDEN, Golden
 
 from pipefit.codec import dump_text, load_text
 from pipefit.layout import moves, parse_form
-from pipefit.plan.check import check_fresh, check_plan, load_plan, save_plan
-from pipefit.plan.explain import explain_text
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.check.rules import check_fresh, check_plan, load_plan, save_plan
+from pipefit.plan.explain.text import explain_text
 from pipefit.plan.types import Hashes, Plan
 from pipefit.schedule.actions import COMPUTE
-from pipefit.schedule.deadlock import find_deadlock
+from pipefit.schedule.check.deadlock import find_deadlock
 from pipefit.simulate import simulate
 
 HERE = Path(__file__).parent / "golden"

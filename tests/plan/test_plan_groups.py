@@ -16,27 +16,27 @@ from torch.nn import functional
 
 from pipefit.cluster import Cluster, DeviceKind, Host, Link, Provenance, Rail, open_cluster
 from pipefit.codec import dump_text, load_text
-from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.layout import IDENTITY, gathered
-from pipefit.model.capture_whole import capture_whole
+from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.registry import open_model
-from pipefit.plan.build import Workbench
-from pipefit.plan.check import check_fresh, check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate
-from pipefit.plan.explain import explain_text
-from pipefit.plan.groups.forms import Held, alone, cheapest_forms, pass_s
-from pipefit.plan.groups.layouts import layouts
-from pipefit.plan.groups.oracle import Ask, Oracle
-from pipefit.plan.groups.search import _Looker
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.structure import FormsError
+from pipefit.plan.check.rules import check_fresh, check_plan
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.outcome import Found
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.explain.text import explain_text
 from pipefit.plan.make import make_plan
-from pipefit.plan.outcome import Found
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.structure import FormsError
-from pipefit.plan.trade import trade
+from pipefit.plan.passes.device_groups.hidden_forms import Held, alone, cheapest_forms, pass_s
+from pipefit.plan.passes.device_groups.layouts import layouts
+from pipefit.plan.passes.device_groups.program_costs import Ask, Oracle
+from pipefit.plan.passes.device_groups.search import _Looker
+from pipefit.plan.passes.memory_trade import trade
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=2, sequence=48, precision="float32")

@@ -15,18 +15,18 @@ from three_modules import skewed_samples, three_modules
 from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import PlanError
-from pipefit.plan.build import Workbench
-from pipefit.plan.check import check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.explain import choices, forecast
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.explain.text import choices, forecast
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.find import _Finder
 from pipefit.plan.modules.inline import SHORT, inline_layouts, joined
 from pipefit.plan.modules.profile import ModuleProfile, Way
-from pipefit.plan.modules.samples import dealt
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.modules.search import _Finder
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import dealt
 from pipefit.plan.types import Plan
 
 NAMES = ("vision", "language", "generator")

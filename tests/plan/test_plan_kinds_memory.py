@@ -12,18 +12,18 @@ import pytest
 from plan_toys import toy_model
 from test_plan_mixed import cluster, every_way, kind
 
-from pipefit.cost.memory import STATE_BYTES, WORKSPACE_BYTES
-from pipefit.cost.memory_kinds import order_limits
-from pipefit.plan.build import Workbench, build_plan
+from pipefit.cost.memory.order_limits import order_limits
+from pipefit.cost.static_memory import STATE_BYTES, WORKSPACE_BYTES
+from pipefit.plan.assemble.predict import Simulation, simulate_plan
 from pipefit.plan.cutting.cutter import some_cut_fits
 from pipefit.plan.cutting.partition import partition
 from pipefit.plan.cutting.rows import limits_of, memory_of
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate
-from pipefit.plan.explain import memory_table
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.explain.text import memory_table
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import Simulation, simulate_plan
-from pipefit.plan.search import search
+from pipefit.plan.passes.search import search
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 
 JOB = Job(batch=16, sequence=512, precision="bfloat16")

@@ -13,10 +13,10 @@ from pipefit.cli import main
 from pipefit.codec import dump_text
 from pipefit.errors import PlanError
 from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, Tensor
-from pipefit.plan.build import build_plan
-from pipefit.plan.check import check_plan, problems, save_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.length import position_tables
+from pipefit.plan.check.rules import check_plan, problems, save_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.sequence_length import position_tables
 from pipefit.plan.types import Job, Plan
 
 ROWS = 100

@@ -14,18 +14,18 @@ from plan_toys import toy_model
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.spec import uniform_rail
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Provenance
-from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError
-from pipefit.plan.build import Workbench
-from pipefit.plan.candidates import queues
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate
-from pipefit.plan.floors import Floors
+from pipefit.plan.candidates.grid_bounds import Floors
+from pipefit.plan.candidates.queue import queues
+from pipefit.plan.candidates.space import panels
+from pipefit.plan.devices.device_kinds import Kinds, divided, fastest_rows, laid_out, patterns, rearranged, row_shares
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.make import make_plan
-from pipefit.plan.mixed import Kinds, divided, fastest_rows, laid_out, patterns, rearranged, row_shares
-from pipefit.plan.outcome import Evaluated
-from pipefit.plan.search import search
-from pipefit.plan.space import panels
+from pipefit.plan.passes.search import search
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan, Prediction
 
 JOB = Job(batch=8, sequence=2048, precision="bfloat16")

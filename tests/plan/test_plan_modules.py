@@ -16,20 +16,20 @@ from three_modules import skewed_samples, three_modules
 from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text, load_text
 from pipefit.errors import DoesNotFitError, PlanError
-from pipefit.plan.build import Workbench
-from pipefit.plan.check import check_plan, load_plan
-from pipefit.plan.explain import forecast
+from pipefit.plan.assemble.module_parts import host_order
+from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.check.rules import check_plan, load_plan
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.explain.text import forecast
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.find import _Finder
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
-from pipefit.plan.modules.parts import host_order
-from pipefit.plan.modules.samples import StageShares, dealt
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.sharded import Programs
+from pipefit.plan.modules.search import _Finder
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import StageShares, dealt
 from pipefit.plan.types import Arranging, Job, Plan
-from pipefit.plan.work import parts_of, pipeline_work
 
 JOB = Job(batch=8, sequence=4096)
 CLUSTER = parse_spec("8xA100-80")

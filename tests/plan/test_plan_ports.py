@@ -11,17 +11,17 @@ from plan_toys import toy_model
 from pipefit.cluster import Cluster, parse_spec
 from pipefit.cluster.kinds import data_sheet_kind
 from pipefit.cluster.measured import Measured, RailCurve, Sharing, Uplink
-from pipefit.cost.contention import pipelines
-from pipefit.plan.bounds import table_bound_s
-from pipefit.plan.build import Workbench
-from pipefit.plan.evaluate import evaluate
+from pipefit.cost.pipeline.contention import pipelines
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.bounds.step_bounds import table_bound_s
+from pipefit.plan.candidates.space import space
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.port_contention import alone_bound_s
 from pipefit.plan.make import make_plan
-from pipefit.plan.outcome import Evaluated
-from pipefit.plan.ports import alone_bound_s
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.search import search
-from pipefit.plan.sensitivity import faster_links, one_more
-from pipefit.plan.space import space
+from pipefit.plan.passes.search import search
+from pipefit.plan.passes.sensitivity import faster_links, one_more
 from pipefit.plan.types import Job
 from pipefit.simulate import simulate
 

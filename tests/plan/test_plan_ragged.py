@@ -12,11 +12,11 @@ from plan_toys import toy_model
 
 from pipefit.layout import Axis, Group, split
 from pipefit.model.graph import Model
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.ragged import Taking, conditions, edge_sizes, frozen_layers, packed_sizes
-from pipefit.plan.sharded import Programs
+from pipefit.plan.assemble.packed_rows import Taking, conditions, edge_sizes, frozen_layers, packed_sizes
+from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.shard_programs import Programs
 from pipefit.plan.types import Space, Wire
-from pipefit.plan.work import parts_of, pipeline_work
 
 COUNTS = (4, 0, 9, 1, 3, 3, 0, 12)
 SPACE = Space(name="patches", rows=8, tokens=0, counts=COUNTS, squares=tuple(count * 2 for count in COUNTS))

@@ -13,15 +13,15 @@ from test_plan_mixed import cluster as mixed
 
 from pipefit.cluster import Cluster, parse_spec, save
 from pipefit.codec import digest, dump_text
-from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.memory_correction import PARTS, MemoryRun
-from pipefit.cost.memory_file import MemoryFacts, facts_of
+from pipefit.cost.memory.correction import PARTS, MemoryRun
+from pipefit.cost.memory.correction_file import MemoryFacts, facts_of
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.explain import explain_text, memory_table
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.explain.text import explain_text, memory_table
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.risk import make_plan_at_risk, peak_parts, reach_bytes, with_risk
 from pipefit.plan.types import Job, Plan
 

@@ -12,19 +12,19 @@ import pytest
 from plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster, load, parse_spec
-from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
-from pipefit.plan.bounds import facts_of, flights, table_bound_s
-from pipefit.plan.build import Workbench
-from pipefit.plan.candidates import Candidate
-from pipefit.plan.closest import least_missing_bytes
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.evaluate import evaluate, simulated
+from pipefit.plan.bounds.step_bounds import facts_of, flights, table_bound_s
+from pipefit.plan.candidates.closest_misfit import least_missing_bytes
+from pipefit.plan.candidates.grid import Panel, spread
+from pipefit.plan.candidates.queue import Candidate
+from pipefit.plan.candidates.space import panels, space
+from pipefit.plan.evaluate.evaluate import evaluate, simulated
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.make import make_plan
-from pipefit.plan.outcome import Evaluated
-from pipefit.plan.panel import Panel, spread
-from pipefit.plan.search import _Search, search, some_plan_fits
-from pipefit.plan.space import panels, space
+from pipefit.plan.passes.search import _Search, search, some_plan_fits
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import Problem
@@ -241,7 +241,7 @@ def test_whether_anything_fits_is_what_the_whole_search_finds(monkeypatch: pytes
         simulations += 1
         return simulated(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipefit.plan.search.simulated", counted)
+    monkeypatch.setattr("pipefit.plan.passes.search.simulated", counted)
     assert some_plan_fits(Workbench(toy_model(3), toy_cluster()), job, {}) and simulations == 1
 
 
@@ -316,7 +316,7 @@ def test_a_spent_budget_is_told_and_a_plan_still_found(monkeypatch: pytest.Monke
     """With a schedule whose bounds are loose, so that the first plan simulated is not the best."""
     model, job, pins = toy_model(8), Job(batch=16, sequence=4096), {"schedule": "zb-h1", "stages": 3, "groups": False}
     proven = make_plan(model, toy_cluster(), job, pins)
-    monkeypatch.setattr("pipefit.plan.search.BUDGET", 0)
+    monkeypatch.setattr("pipefit.plan.passes.search.BUDGET", 0)
     hasty = make_plan(model, toy_cluster(), job, pins)
     assert hasty.prediction is not None and proven.prediction is not None
     assert "no candidate left has a lower bound below" in proven.prediction.assumptions[-1]
@@ -337,7 +337,7 @@ def test_a_candidate_that_lacks_a_little_is_cut_again(monkeypatch: pytest.Monkey
         cluster = little_memory(3, beyond=beyond)
         again = search(Workbench(model, cluster), job, pins, top=1).fitting
         with monkeypatch.context() as patch:
-            patch.setattr("pipefit.plan.search.LEANER", 0)
+            patch.setattr("pipefit.plan.passes.search.LEANER", 0)
             once = search(Workbench(model, cluster), job, pins, top=1).fitting
         assert len(again) >= len(once), beyond
         assert all(one.simulation.fits for one in again)
@@ -351,7 +351,7 @@ def test_a_search_that_finds_nothing_ends_and_says_so(budget: int, monkeypatch: 
     cluster, job = little_memory(4, beyond=-10_000_000), Job(batch=16, sequence=512)
     room, pins = Workbench(toy_model(8), cluster), {"schedule": "1f1b"}
     every = search(room, job, pins)
-    monkeypatch.setattr("pipefit.plan.search.PATIENCE", budget)
+    monkeypatch.setattr("pipefit.plan.passes.search.PATIENCE", budget)
     some = search(room, job, pins)
     assert not some.fitting and some.unfit < every.unfit
     assert some.open_bound_s < float("inf") == every.open_bound_s

@@ -8,13 +8,13 @@ import pytest
 from plan_toys import toy_cluster, toy_model
 
 from pipefit.cluster import Cluster
-from pipefit.cost.curves import best_costs
-from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import best_costs
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
+from pipefit.plan.assemble.shard_recipes import Asked, asked_in, searched_recipes, setting_of
 from pipefit.plan.make import make_plan
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.searched import Asked, asked_in, searched_recipes, setting_of
+from pipefit.plan.request.constraints import parse_pins
 from pipefit.plan.types import Job
 from pipefit.shard.chain import Chains
 from pipefit.shard.synthesize import leanest, synthesize

@@ -10,10 +10,10 @@ from plan_toys import toy_cluster, toy_model
 from pipefit.cluster import Cluster, link_between, parse_spec
 from pipefit.cluster.measured import LinkCurve, Measured, RailCurve
 from pipefit.codec import dump_text, from_data, load_text, to_data
-from pipefit.plan.explain import forecast
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.explain.text import forecast
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.sensitivity import faster_links, one_more
+from pipefit.plan.passes.sensitivity import faster_links, one_more
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=512)

@@ -13,23 +13,23 @@ from three_modules import WIDTH, skewed_samples, three_modules
 
 from pipefit.cluster import parse_spec
 from pipefit.codec import dump_text, load_text
-from pipefit.cost.collectives import all_reduce_s
-from pipefit.cost.network import Network
-from pipefit.cost.table import cost_table
+from pipefit.cost.comm.collectives import all_reduce_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.pipeline.table import cost_table
 from pipefit.errors import PlanError
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench
-from pipefit.plan.check import check_plan
-from pipefit.plan.explain import forecast
+from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.explain.text import forecast
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.find import BESIDE, BESIDE_OTHERS, _Finder
 from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout
-from pipefit.plan.modules.samples import dealt
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.predict import simulate_plan
-from pipefit.plan.sharded import Programs
+from pipefit.plan.modules.search import BESIDE, BESIDE_OTHERS, _Finder
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.sampled_batches import dealt
 from pipefit.plan.types import Job, Plan
-from pipefit.plan.work import parts_of, pipeline_work
 
 JOB = Job(batch=8, sequence=4096)
 CLUSTER = parse_spec("8xA100-80")
@@ -225,7 +225,7 @@ def test_messages_in_proportion_are_those_of_the_microbatches_that_a_stage_takes
     """As on large groups, where only the largest microbatch is worked out: as many bytes in all of each."""
     plan = made(*TWO_LANES, "vision.shards=1")
     exact = pipeline_work(parts_of(plan), Programs(three_modules()))
-    monkeypatch.setattr("pipefit.plan.work.PAIRS", 1)
+    monkeypatch.setattr("pipefit.plan.assemble.pipeline_work.PAIRS", 1)
     scaled = pipeline_work(parts_of(plan), Programs(three_modules()))
     for one, other in zip(exact.edges, scaled.edges, strict=True):
         for (ahead, _), (near, _) in zip(one.ragged, other.ragged, strict=True):

@@ -13,23 +13,23 @@ from plan_toys import toy_cluster, toy_model
 from pipefit.cluster import Cluster
 from pipefit.cost.types import Array, CostTable
 from pipefit.errors import PlanError, ScheduleError
-from pipefit.plan.bounds import facts_of, table_bound_s
-from pipefit.plan.build import Workbench
-from pipefit.plan.evaluate import evaluate
-from pipefit.plan.explain import alternative_table, forecast
+from pipefit.plan.bounds.sliced_bounds import sliced_bound_s, sliced_flights
+from pipefit.plan.bounds.step_bounds import facts_of, table_bound_s
+from pipefit.plan.candidates.slicings import Slicer
+from pipefit.plan.candidates.space import check_space, panels, space
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.outcome import Evaluated
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.explain.slice_notes import slice_note
+from pipefit.plan.explain.text import alternative_table, forecast
 from pipefit.plan.make import make_plan
-from pipefit.plan.outcome import Evaluated
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.search import _Search, search
-from pipefit.plan.sliced.again import sliced_again
-from pipefit.plan.sliced.bounds import sliced_bound_s, sliced_flights
-from pipefit.plan.sliced.notes import slice_note
-from pipefit.plan.sliced.slicer import Slicer
+from pipefit.plan.passes.reslice import sliced_again
+from pipefit.plan.passes.search import _Search, search
+from pipefit.plan.request.constraints import parse_pins
 from pipefit.plan.slicing.terapipe import best_slicing
-from pipefit.plan.space import check_space, panels, space
 from pipefit.plan.types import Job
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.lower import lower
+from pipefit.schedule.lowering.lower import lower
 from pipefit.schedule.problem import Problem, uniform_costs
 from pipefit.simulate import simulate
 
@@ -160,7 +160,7 @@ def test_the_search_with_slices_finds_what_trying_everything_finds(cluster: Clus
 
 def test_no_bound_of_a_sliced_candidate_exceeds_its_simulated_time() -> None:
     """At every level of looking, the one of the panels among them."""
-    from pipefit.plan.candidates import Candidate, queues
+    from pipefit.plan.candidates.queue import Candidate, queues
 
     bench, looked = Workbench(toy_model(2), slow(3)), 0
     searcher = _Search(bench, LONG, {"slice_multiple": 4096}, 1, None)

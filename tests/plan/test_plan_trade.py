@@ -11,7 +11,7 @@ from test_plan_search import little_memory
 
 from pipefit.cluster import Rail
 from pipefit.codec import dump_text, load_text
-from pipefit.plan.explain import explain_text, trade_table
+from pipefit.plan.explain.text import explain_text, trade_table
 from pipefit.plan.make import make_plan
 from pipefit.plan.types import Job, Plan
 from pipefit.show.sections_trade import trade_section

@@ -9,7 +9,7 @@ import numpy as np
 from plan_toys import VOCABULARY, WIDTH, block_graph, pixels_graph
 
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
-from pipefit.plan.modules.samples import Samples
+from pipefit.plan.request.sampled_batches import Samples
 
 SIZE = ("B", "T")
 

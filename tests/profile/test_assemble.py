@@ -12,11 +12,11 @@ from pipefit.cluster import link_between, local, parse_spec
 from pipefit.cluster.measured import ActionCurve, LayerCurve, LayerPoint, Measured, Sharing, Uplink
 from pipefit.cluster.types import Cluster, Provenance
 from pipefit.codec import dump_text, load_text
-from pipefit.cost.collectives import all_gather_s, all_reduce_s
-from pipefit.cost.curves import signature
-from pipefit.cost.lowerings import DIRECT, Lowerings
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Place, Roofline
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s
+from pipefit.cost.comm.lowerings import DIRECT, Lowerings
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import signature
+from pipefit.cost.compute.roofline import Place, Roofline
 from pipefit.errors import ClusterError, FormatError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.assemble import Findings, RailNotes, assemble, check_same_software, host_ranks, short_kinds

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.curves import FEATURES
+from pipefit.cost.compute.curves import FEATURES
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
 from pipefit.profile.calibrate import efficiency, with_ratios
 from pipefit.profile.layer_phase import layer_curve, subjects_of

@@ -19,8 +19,8 @@ import pytest
 
 from pipefit import codec
 from pipefit.cluster import load, parse_spec
-from pipefit.cost import curves
-from pipefit.cost.roofline import Place
+from pipefit.cost.compute import curves
+from pipefit.cost.compute.roofline import Place
 from pipefit.errors import RunError
 from pipefit.model.graph import Graph, Model, Operator, ParameterSpec, Tensor
 from pipefit.model.graph import Layer as ModelLayer

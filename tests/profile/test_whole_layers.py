@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.model.whole_models import HAP
 
-from pipefit.cost.curves import action_time_s
-from pipefit.model.capture_whole import capture_whole
-from pipefit.plan.length import own_length
+from pipefit.cost.compute.curves import action_time_s
+from pipefit.model.capture.whole import capture_whole
+from pipefit.plan.request.sequence_length import own_length
 from pipefit.profile.layer_phase import layer_curve, points_of
 from pipefit.profile.layers import LayerBench, Samples, Subject
 from pipefit.profile.points import Point

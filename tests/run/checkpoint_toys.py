@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pipefit.layout import Box, Run
-from pipefit.run.checkpoint_manifest import complete_checkpoints
-from pipefit.run.checkpoint_pieces import Piece
-from pipefit.run.checkpoint_planner import PieceSavePlanner
-from pipefit.run.checkpoint_storage import ManifestWriter
+from pipefit.run.checkpoint.manifest import complete_checkpoints
+from pipefit.run.checkpoint.pieces import Piece
+from pipefit.run.checkpoint.planner import PieceSavePlanner
+from pipefit.run.checkpoint.storage import ManifestWriter
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 

@@ -9,9 +9,9 @@ import worker_cases as cases
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
-from pipefit.run.feeds import make_feeds
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.stage_audit import AllocationAudit, Usage
+from pipefit.run.inputs.feeds import make_feeds
+from pipefit.run.stage.memory_audit import AllocationAudit, Usage
+from pipefit.run.update.optimizer import OptimizerConfig
 
 
 def audited_step(plan: Plan, model: Model, vocabulary: int, detail: bool = False) -> tuple[int, int, list[Usage]]:

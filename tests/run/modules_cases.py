@@ -14,12 +14,12 @@ from worker_cases import OPTIMIZER, comms, group_of
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
-from pipefit.run import checkpoint
-from pipefit.run.build import build_worker
-from pipefit.run.checkpoint_gather import gather_full
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.state import all_pieces, gradient_pieces, model_pieces
-from pipefit.run.worker import Worker
+from pipefit.run.checkpoint import checkpoint
+from pipefit.run.checkpoint.gather import gather_full
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.state import all_pieces, gradient_pieces, model_pieces
+from pipefit.run.worker.worker import Worker
 
 
 def build(plan: Plan, model: Model, tagged: bool = True, optimizer: OptimizerConfig = OPTIMIZER) -> Worker:

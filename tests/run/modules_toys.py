@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from pipefit.data.stepplan import batch_shape
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import build_layers, describe, typed_config
-from pipefit.plan.dividing import token_runs
-from pipefit.plan.order import edge_keys, frozen_in, lower_for, order_of
-from pipefit.plan.sharded import Programs, sharding_key
-from pipefit.plan.structure import dual, make_parameters
+from pipefit.plan.assemble.image_split import token_runs
+from pipefit.plan.assemble.order import edge_keys, frozen_in, lower_for, order_of
+from pipefit.plan.assemble.shard_programs import Programs, sharding_key
+from pipefit.plan.assemble.structure import dual, make_parameters
 from pipefit.plan.types import (
     AxisPlan,
     Edge,
@@ -38,11 +38,11 @@ from pipefit.plan.types import (
     Wire,
     turns_of,
 )
-from pipefit.run.feed import Feed
-from pipefit.run.initial import initial_values
+from pipefit.run.stage.initial_values import initial_values
+from pipefit.run.stage_inputs import Feed
 from pipefit.schedule.families import family
-from pipefit.schedule.inline import inline_order
-from pipefit.schedule.multiplexed import multiplexed
+from pipefit.schedule.modules.inline import inline_order
+from pipefit.schedule.modules.multiplexed import multiplexed
 from pipefit.schedule.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor
 from pipefit.model.ops import KINDS
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 WIDTH, HEADS, GROUPS, HEAD, INNER, VOCABULARY = 24, 6, 3, 4, 40, 31
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipefit.run import attention_kernels as kernels
-from pipefit.run.attention_kernels import PLAIN, Call, Kernel, attend, attend_back, choose, hidden
+from pipefit.run.autograd import attention_kernels as kernels
+from pipefit.run.autograd.attention_kernels import PLAIN, Call, Kernel, attend, attend_back, choose, hidden
 
 CPU = torch.device("cpu")
 DTYPES = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 3e-2, "float16": 4e-3}

@@ -25,19 +25,19 @@ from pipefit.data.multimodal.step import multimodal_step
 from pipefit.data.preparation.cores import copies
 from pipefit.data.stepplan import batch_shape
 from pipefit.errors import DataError, RunError
-from pipefit.plan.check import save_plan
+from pipefit.plan.check.rules import save_plan
 from pipefit.plan.types import Plan
-from pipefit.run import checkpoint
-from pipefit.run import image_feeding as image_feeding_module
-from pipefit.run import launch as launch_module
-from pipefit.run import train as train_module
-from pipefit.run.build import build_worker
-from pipefit.run.comms import Comms
+from pipefit.run.checkpoint import checkpoint
 from pipefit.run.config import TrainConfig, check_train_config
-from pipefit.run.image_feeding import ImageFeeding, open_images
-from pipefit.run.launch import rank_token
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.setup import World
+from pipefit.run.inputs import image_feeding as image_feeding_module
+from pipefit.run.inputs.image_feeding import ImageFeeding, open_images
+from pipefit.run.session import launch as launch_module
+from pipefit.run.session import train as train_module
+from pipefit.run.session.launch import rank_token
+from pipefit.run.session.rendezvous import World
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.worker.build import build_worker
 from pipefit.show.record import read_run
 
 

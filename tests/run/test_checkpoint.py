@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.errors import CheckpointError
-from pipefit.run import checkpoint_files
-from pipefit.run.checkpoint import Piece, latest, load, locate, read_manifest, save, save_async
-from pipefit.run.checkpoint_pieces import flat_boxes
-from pipefit.run.checkpoint_storage import ManifestReader
+from pipefit.run.checkpoint.checkpoint import Piece, latest, load, locate, read_manifest, save, save_async
+from pipefit.run.checkpoint.checkpoint import files as checkpoint_files
+from pipefit.run.checkpoint.pieces import flat_boxes
+from pipefit.run.checkpoint.storage import ManifestReader
 
 
 def whole(name: str, tensor: torch.Tensor) -> Piece:
@@ -362,7 +362,7 @@ def test_a_checkpoint_of_another_version(checkpoint: Path) -> None:
 
 def forge(checkpoint: Path, change) -> None:  # type: ignore[no-untyped-def]
     """Rewrite the manifest with a right checksum, as somebody who means harm would."""
-    from pipefit.run.checkpoint_manifest import _checksum
+    from pipefit.run.checkpoint.manifest import _checksum
 
     path = checkpoint / "checkpoint.json"
     data = json.loads(path.read_text())

@@ -17,8 +17,8 @@ import torch
 from checkpoint_toys import save_by_ranks
 
 from pipefit.errors import CheckpointError
-from pipefit.run import checkpoint_files
-from pipefit.run.checkpoint import Piece, latest, load, read_manifest, save
+from pipefit.run.checkpoint.checkpoint import Piece, latest, load, read_manifest, save
+from pipefit.run.checkpoint.checkpoint import files as checkpoint_files
 
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove")
 

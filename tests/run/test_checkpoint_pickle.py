@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipefit.errors import CheckpointError
-from pipefit.run.checkpoint import Piece, latest, load, save
+from pipefit.run.checkpoint.checkpoint import Piece, latest, load, save
 
 
 class Malicious:

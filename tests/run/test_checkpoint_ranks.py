@@ -18,10 +18,10 @@ import torch.distributed as dist
 from checkpoint_toys import put_together, random_pieces, random_tensors
 
 from pipefit.errors import CheckpointError
-from pipefit.run import checkpoint_files
-from pipefit.run.checkpoint import latest, load, save, save_async
-from pipefit.run.checkpoint_gather import gather_full
-from pipefit.run.checkpoint_pieces import Piece
+from pipefit.run.checkpoint.checkpoint import files as checkpoint_files
+from pipefit.run.checkpoint.checkpoint import latest, load, save, save_async
+from pipefit.run.checkpoint.gather import gather_full
+from pipefit.run.checkpoint.pieces import Piece
 
 RANKS = 4
 TIME_LIMIT_S = 120

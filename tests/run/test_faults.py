@@ -14,7 +14,7 @@ import worker_plans as plans
 from pipefit.errors import RunError
 from pipefit.plan.types import LanePrediction, Prediction
 from pipefit.run.config import TrainConfig
-from pipefit.run.faults import (
+from pipefit.run.session.faults import (
     Monitor,
     dead_rank,
     exited_rank,
@@ -24,10 +24,10 @@ from pipefit.run.faults import (
     say_once,
     verify_ranks,
 )
-from pipefit.run.launch import _judge, rank_token
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.setup import World
-from pipefit.run.train import other_corpus
+from pipefit.run.session.launch import _judge, rank_token
+from pipefit.run.session.rendezvous import World
+from pipefit.run.session.train import other_corpus
+from pipefit.run.update.optimizer import OptimizerConfig
 
 LIMIT_S = 60.0
 

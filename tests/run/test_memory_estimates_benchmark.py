@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipefit.run.verify_record import configuration
+from pipefit.run.verify.record import configuration
 
 ROOT = Path(__file__).parents[2]
 

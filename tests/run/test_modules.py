@@ -14,11 +14,11 @@ from modules_toys import ALL, Layout
 from worker_cases import prepare
 
 from pipefit.errors import PlanError
-from pipefit.plan.check import check_plan
-from pipefit.run.packed import TokenRuns
-from pipefit.run.planned import edge_shapes
-from pipefit.run.runnable import check_runnable
-from pipefit.run.wiring import channel_pairs, directions
+from pipefit.plan.check.rules import check_plan
+from pipefit.run.transfers.packed import TokenRuns
+from pipefit.run.transfers.wiring import channel_pairs, directions
+from pipefit.run.worker.planned import edge_shapes
+from pipefit.run.worker.runnable import check_runnable
 
 
 def layouts(*each: Layout):

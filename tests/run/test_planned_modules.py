@@ -10,12 +10,12 @@ from test_modules import agrees, reference, run
 
 from pipefit.cluster import open_cluster
 from pipefit.errors import PlanError
-from pipefit.plan.check import check_plan
+from pipefit.plan.assemble.packed_rows import edge_sizes, taking
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.make import make_plan
-from pipefit.plan.modules.samples import Samples
-from pipefit.plan.pins import parse_pins
-from pipefit.plan.ragged import edge_sizes, taking
-from pipefit.run.packed import TokenRuns
+from pipefit.plan.request.constraints import parse_pins
+from pipefit.plan.request.sampled_batches import Samples
+from pipefit.run.transfers.packed import TokenRuns
 
 FIXES = (
     ("microbatches=2", "vision.replicas=3", "language.stages=2", "generator.replicas=2"),

@@ -8,8 +8,8 @@ from tests.model.whole_models import OTHERS, count_of_labels, random_inputs
 from tests.shard.whole_runs import compare, feed_of, reference, run_whole
 from torch.nn import functional
 
-from pipefit.model.capture_whole import capture_whole
-from pipefit.run.regions import recall, run_region
+from pipefit.model.capture.whole import capture_whole
+from pipefit.run.autograd.regions import recall, run_region
 
 ROWS = 3
 

@@ -15,9 +15,9 @@ from modules_toys import ALL, Layout
 from test_modules import agrees, layouts, reference, run
 from worker_cases import prepare
 
-from pipefit.plan.check import check_plan
-from pipefit.run.build import shared_devices, stage_programs, tied_uses
-from pipefit.run.packed import TokenRuns
+from pipefit.plan.check.rules import check_plan
+from pipefit.run.transfers.packed import TokenRuns
+from pipefit.run.worker.build import shared_devices, stage_programs, tied_uses
 
 ONE = Layout()
 PAIR, SHARDS = Layout((1, 1)), Layout(shards=(1, 1))

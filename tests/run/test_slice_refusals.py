@@ -15,18 +15,18 @@ import unsliceable_models
 from pipefit.cli import main
 from pipefit.cluster import local
 from pipefit.errors import PlanError
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Tensor
 from pipefit.model.registry import open_model, resolve
-from pipefit.plan.build import build_plan
-from pipefit.plan.check import check_plan, load_plan, problems, save_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import lower_for, order_of
-from pipefit.plan.sliced.check import check_cut, fewest_tokens, obstacles
+from pipefit.plan.assemble.order import lower_for, order_of
+from pipefit.plan.check.rules import check_plan, load_plan, problems, save_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.sliceable import check_cut, fewest_tokens, obstacles
 from pipefit.plan.types import Job
-from pipefit.run.build import build_worker
-from pipefit.run.comms import Comms
-from pipefit.run.optimizer import OptimizerConfig
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.worker.build import build_worker
 from pipefit.schedule.families import family
 from pipefit.schedule.problem import Problem, linear
 

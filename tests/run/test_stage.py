@@ -17,7 +17,7 @@ from stage_toys import (
 )
 
 from pipefit.errors import ModelError
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
 
 EXACT = 1e-12
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, toy_layers
 
+from pipefit.run.autograd.attention_mask import Sight
 from pipefit.run.ops import attention
-from pipefit.run.sight import Sight
-from pipefit.run.stage import StageProgram
+from pipefit.run.stage.program import StageProgram
 
 TOKENS = 12
 STARTS = [[0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 8, 11], [0, 1, 2, 2, 2, 5, 5, 7, 7, 7, 7, 7]]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from stage_toys import cut_feed, fill, toy_feed, toy_layers
 
-from pipefit.run.feed import Feed
-from pipefit.run.random import feature_bits, keep_mask, key_of, token_bits
-from pipefit.run.stage import StageProgram
+from pipefit.run.autograd.random import feature_bits, keep_mask, key_of, token_bits
+from pipefit.run.stage.program import StageProgram
+from pipefit.run.stage_inputs import Feed
 
 P, STEP = 0.3, 5
 

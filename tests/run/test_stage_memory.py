@@ -9,11 +9,11 @@ import torch
 from stage_toys import HEAD, WIDTH, block_graph, fill, toy_feed
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.roofline import Place, Roofline
-from pipefit.cost.stage_memory import stage_memory
-from pipefit.model.ops import saved_bytes
-from pipefit.run.stage import StageLayer, StageProgram
-from pipefit.run.stage_audit import AllocationAudit, StorageAudit
+from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.memory.stage import stage_memory
+from pipefit.model.analysis.saved import saved_bytes
+from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
+from pipefit.run.stage.program import StageLayer, StageProgram
 
 ROWS, TOKENS = 2, 16
 SYMBOLS = {"B": ROWS, "T": TOKENS}

@@ -11,10 +11,10 @@ import torch
 from stage_toys import assert_close
 from tests.model.variants import VARIANTS
 
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.registry import build_layers, describe
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 EXACT = 1e-12
 ROWS, TOKENS, DIVISOR = 2, 11, 37

@@ -15,11 +15,11 @@ from test_stage_sharded import assemble, part
 from tests.model.multimodal_reference import batch_of, divisors_of, make_sample, step
 from tests.run.processes import run_processes
 
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.registry import build_layers, describe, resolve, typed_config
-from pipefit.run.feed import Feed
-from pipefit.run.shard_comm import ShardContext
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 from pipefit.shard.megatron import shard_program
 
 EXACT = 1e-10

@@ -12,8 +12,8 @@ from tests.run.processes import run_processes
 
 from pipefit.lab import pace
 from pipefit.lab.tables import DeviceTable
-from pipefit.run.shard_comm import ShardContext
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.shard.megatron import shard_program
 
 pytestmark = pytest.mark.gloo

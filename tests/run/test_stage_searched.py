@@ -18,8 +18,8 @@ from tests.run.processes import run_processes
 from tests.run.test_stage_sharded import programs_step
 from tests.shard.random_clusters import model_of, random_setting
 
-from pipefit.cost.lowerings import LOWERINGS, Lowered, Rounds
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.cost.comm.lowerings import LOWERINGS, Lowered, Rounds
+from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.shard.chain import Chains
 from pipefit.shard.recipe import parse_recipe, write
 

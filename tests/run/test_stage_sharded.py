@@ -15,11 +15,11 @@ from tests.model.variants import VARIANTS
 from tests.run.processes import run_processes
 
 from pipefit.layout import Form
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.model.registry import describe
-from pipefit.run.shard_comm import ShardContext
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.shard.megatron import shard_program
 
 pytestmark = pytest.mark.gloo

@@ -11,7 +11,7 @@ from tests.run.test_stage_sharded import programs_step
 from tests.shard.random_clusters import model_of
 from tests.shard.test_chain import setting
 
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
 from pipefit.shard.chain import Chains
 from pipefit.shard.recipe import parse_recipe, write
 

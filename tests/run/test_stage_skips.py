@@ -9,8 +9,8 @@ import torch
 from stage_toys import WIDTH, GraphBuilder, assert_close, fill
 
 from pipefit.model.graph import Tensor
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 X = Tensor(name="x", shape=("B", "T", WIDTH))
 SKIP = Tensor(name="skip", shape=("B", "T", WIDTH))

@@ -12,12 +12,12 @@ from stage_toys import WIDTH, block_graph, cut_feed, fill, toy_feed
 from torch.utils._pytree import tree_leaves
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.roofline import Place, Roofline
-from pipefit.cost.stage_memory import stage_memory
-from pipefit.model.ops import owed_bytes, saved_bytes
+from pipefit.cost.compute.roofline import Place, Roofline
+from pipefit.cost.memory.stage import stage_memory
+from pipefit.model.analysis.saved import owed_bytes, saved_bytes
 from pipefit.run.ops.attention import Past
-from pipefit.run.stage import StageLayer, StageProgram
-from pipefit.run.stage_audit import AllocationAudit, StorageAudit
+from pipefit.run.stage.memory_audit import AllocationAudit, StorageAudit
+from pipefit.run.stage.program import StageLayer, StageProgram
 
 ROWS, LENGTHS, LAYERS = 2, (5, 4, 3), 2
 PLACES = list(zip(itertools.accumulate((0, *LENGTHS)), LENGTHS, strict=False))

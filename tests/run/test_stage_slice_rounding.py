@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from pipefit.run.feed import Feed
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops.attention import Past, Sees, backward_over, forward_over
-from pipefit.run.stage_record import Record
+from pipefit.run.stage_inputs import Feed
 
 SLICES, TOKENS, HEADS, GROUPS, FEATURES = 32, 8, 4, 2, 16
 SCALE = 0.25

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage_toys import assert_close, cut_feed, fill, plain_gradients, toy_feed, toy_layers
 
-from pipefit.run.stage import StageProgram
+from pipefit.run.stage.program import StageProgram
 
 EXACT = 1e-10
 TOKENS = 12

@@ -17,8 +17,8 @@ from sockets import received_bytes
 from test_worker_gathered import gathered
 
 from pipefit.cluster import local
-from pipefit.cost.network import Network
-from pipefit.plan.predict import simulate_plan
+from pipefit.cost.comm.network import Network
+from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.show.traffic import step_traffic
 
 pytestmark = pytest.mark.gloo

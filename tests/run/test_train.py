@@ -17,9 +17,9 @@ from pipefit.cluster import local, parse_spec
 from pipefit.cluster import save as save_cluster
 from pipefit.codec import digest
 from pipefit.errors import PipefitError, StalePlanError
-from pipefit.plan.check import save_plan
-from pipefit.run.fresh import check_cluster
-from pipefit.run.launch import launch_lines
+from pipefit.plan.check.rules import save_plan
+from pipefit.run.session.launch import launch_lines
+from pipefit.run.session.staleness import check_cluster
 
 
 def invoke(*arguments: str) -> str:

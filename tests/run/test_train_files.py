@@ -13,14 +13,14 @@ import torch
 import train_toys as toys
 import worker_plans as plans
 
-from pipefit.plan.check import save_plan
-from pipefit.run import checkpoint
-from pipefit.run.build import build_worker
-from pipefit.run.comms import Comms
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.state import all_pieces, stored_pieces
-from pipefit.run.train import Run
-from pipefit.run.worker import StepResult
+from pipefit.plan.check.rules import save_plan
+from pipefit.run.checkpoint import checkpoint
+from pipefit.run.session.train import Run
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.state import all_pieces, stored_pieces
+from pipefit.run.worker.worker import StepResult
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path, alone):

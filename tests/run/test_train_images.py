@@ -18,14 +18,14 @@ from train_toys import command, start, train_here
 from pipefit.data.multimodal.images import ImageRule
 from pipefit.data.multimodal.index import IndexRequest, make_index
 from pipefit.errors import DataError, PlanError
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
-from pipefit.plan.check import save_plan
+from pipefit.plan.check.rules import save_plan
 from pipefit.plan.types import Job
 from pipefit.run.config import TrainConfig
-from pipefit.run.image_feeding import open_images
-from pipefit.run.verify import feeding_of, measure_rank
+from pipefit.run.inputs.image_feeding import open_images
+from pipefit.run.verify.verify import feeding_of, measure_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 

@@ -24,7 +24,7 @@ from train_toys import TIME_LIMIT_S, command, environment, start, train_here
 
 from pipefit.data.multimodal.index import make_index, open_index
 from pipefit.data.preparation.ahead import Ahead, PreparedStep
-from pipefit.plan.check import save_plan
+from pipefit.plan.check.rules import save_plan
 
 STEPS = 3
 OPTIONS = ("--held-out", "2", "--lr", "0.01", "--workers", "1")

@@ -12,7 +12,7 @@ from tests.changes import Change, put
 
 from pipefit.codec import from_data, to_data
 from pipefit.errors import PipefitError
-from pipefit.plan.check import check_plan
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.types import Plan
 
 

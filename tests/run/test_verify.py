@@ -16,25 +16,25 @@ from torch import nn
 
 from pipefit.cluster import local
 from pipefit.cluster.spec import uniform_rail
-from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.memory_end import RUN_ELEMENTS
-from pipefit.cost.memory_file import load_memory
+from pipefit.cost.memory.correction_file import load_memory
+from pipefit.cost.memory.step_end import RUN_ELEMENTS
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import RunError
-from pipefit.model.capture_whole import capture_whole
+from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
-from pipefit.plan.build import build_plan
-from pipefit.plan.check import save_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.check.rules import save_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.risk import with_risk
 from pipefit.plan.types import Hashes, Job, Plan
-from pipefit.run import verify
-from pipefit.run.alone import RECEIVED_STD, alone
-from pipefit.run.comms import Comms, all_gather, reduce_scatter
-from pipefit.run.optimizer import run_elements
-from pipefit.run.verify_record import check_kind
+from pipefit.run.transfers.comms import Comms, all_gather, reduce_scatter
+from pipefit.run.update.optimizer import run_elements
+from pipefit.run.verify import verify
+from pipefit.run.verify.alone import RECEIVED_STD, alone
+from pipefit.run.verify.record import check_kind
 from pipefit.show.figures import limits_by_device
 
 MODEL = "tiny-llama"
@@ -68,7 +68,7 @@ def with_lanes(plan: Plan, *lanes: tuple[float, float]) -> Plan:
 def command(tmp_path: Path, pipefit, monkeypatch):  # type: ignore[no-untyped-def]
     """Run `pipefit verify` on a plan in this process, ranks included: (exit code, output, errors)."""
     model = opened()
-    monkeypatch.setattr("pipefit.model.capture.capture", lambda family, config: model)
+    monkeypatch.setattr("pipefit.model.capture.layers.capture", lambda family, config: model)
     monkeypatch.setattr(verify, "in_fresh_process", lambda work, *arguments, rank: work(*arguments))
 
     def run(plan: Plan | None, *words: str) -> tuple[int, str, str]:
@@ -166,7 +166,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_run(command, tmp_
     uneven = plan_of(stages=2, replicas=(1, 3), microbatches=2)
     code, _, err = command(uneven, "--rank", "0", "--record", str(path))
     assert code == 2 and "What rank 0 takes cannot be recorded" in err and "of lane 0: 1" in err
-    monkeypatch.setattr("pipefit.run.verify_record.check_kind", raise_mistake)
+    monkeypatch.setattr("pipefit.run.verify.record.check_kind", raise_mistake)
     code, _, err = command(plan_of(), "--record", str(path))
     assert code == 2 and "another kind" in err
     path.write_text("{")

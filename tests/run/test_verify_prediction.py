@@ -13,16 +13,16 @@ import torch
 import worker_plans as plans
 
 from pipefit.cluster import local
-from pipefit.cost.memory import WORKSPACE_BYTES, Precision
-from pipefit.model.capture import capture
+from pipefit.cost.static_memory import WORKSPACE_BYTES, Precision
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.run.verify import measure_rank
-from pipefit.run.worker import lane_of
+from pipefit.run.verify.verify import measure_rank
+from pipefit.run.worker.worker import lane_of
 
 LLAMA = plans.LLAMA | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_key_value_heads": 4}
 CONFIGS = {

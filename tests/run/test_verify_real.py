@@ -11,10 +11,10 @@ import worker_cases as cases
 import worker_plans as plans
 
 from pipefit.cluster import local
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
-from pipefit.run.verify import Measured, measure_rank
+from pipefit.run.verify.verify import Measured, measure_rank
 
 pytestmark = pytest.mark.gloo
 

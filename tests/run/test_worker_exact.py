@@ -15,7 +15,7 @@ import pytest
 import worker_cases as cases
 import worker_plans as plans
 
-from pipefit.plan.check import check_plan
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.types import Plan
 
 pytestmark = pytest.mark.gloo

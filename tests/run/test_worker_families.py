@@ -13,7 +13,7 @@ import pytest
 import worker_cases as cases
 import worker_plans as plans
 
-from pipefit.plan.check import check_plan
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.types import Plan
 from pipefit.schedule import FAMILIES
 

@@ -14,10 +14,10 @@ import worker_cases as cases
 import worker_plans as plans
 
 from pipefit.cluster import local
-from pipefit.plan.build import Workbench
-from pipefit.plan.check import check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.fitting import fit_layout, tables_of
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.passes.fitted_orders import fit_layout, tables_of
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Plan
 from pipefit.schedule.problem import linear, vee
 

@@ -14,15 +14,15 @@ from test_worker_exact import cases_of, one_process, reference
 from test_worker_state import interrupted, uninterrupted
 
 from pipefit.cluster import local
-from pipefit.cost.curves import best_costs
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import StalePlanError
 from pipefit.layout import parse_form
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.searched import setting_of
-from pipefit.run.build import stage_programs
+from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
+from pipefit.run.worker.build import stage_programs
 from pipefit.shard.chain import Chains
 
 pytestmark = pytest.mark.gloo

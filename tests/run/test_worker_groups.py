@@ -16,12 +16,12 @@ import worker_plans as plans
 from test_worker_exact import cases_of, check_one_step, one_process
 
 from pipefit.cluster import local
-from pipefit.cost.curves import best_costs
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import best_costs
 from pipefit.layout import parse_form
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.searched import setting_of
+from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Plan
 from pipefit.shard.chain import Chains
 

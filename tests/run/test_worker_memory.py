@@ -19,12 +19,12 @@ import worker_plans as plans
 
 from pipefit.cluster import local
 from pipefit.cost.types import CostTable
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import describe
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import Simulation, predict, simulate_plan
+from pipefit.plan.assemble.predict import Simulation, predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule import FAMILIES
 from pipefit.simulate import simulate

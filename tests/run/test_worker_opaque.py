@@ -11,12 +11,12 @@ import torch
 import worker_cases as cases
 
 from pipefit.cluster import local
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.registry import build_layers, resolve
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.run.initial import initial_values
+from pipefit.run.stage.initial_values import initial_values
 
 pytestmark = pytest.mark.gloo
 

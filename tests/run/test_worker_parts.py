@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from pipefit.errors import PlanError, RunError
 from pipefit.layout import Axis, Group, holding, parse_form
-from pipefit.run.buckets import Entry, make_buckets
-from pipefit.run.initial import initial_value
-from pipefit.run.metrics import Log, Peak, find_peak, format_step, memory_of, step_metrics
-from pipefit.run.norm import clip_factor, counts, sum_of_squares
-from pipefit.run.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
-from pipefit.run.transfers import incoming, outgoing
+from pipefit.run.session.metrics import Log, Peak, find_peak, format_step, memory_of, step_metrics
+from pipefit.run.stage.initial_values import initial_value
+from pipefit.run.transfers.pieces import incoming, outgoing
+from pipefit.run.update.buckets import Entry, make_buckets
+from pipefit.run.update.grad_norm import clip_factor, counts, sum_of_squares
+from pipefit.run.update.optimizer import AdamW, OptimizerConfig, check_config, learning_rate
 from pipefit.schedule.actions import parse_lanes
-from pipefit.schedule.messages import post_ahead, windows
+from pipefit.schedule.lowering.messages import post_ahead, windows
 
 
 def grid(replicas: tuple[int, ...], shards: tuple[int, ...], first: int = 0) -> Group:

@@ -11,19 +11,19 @@ from test_worker_parts import entry, grid
 from worker_plans import plan
 
 from pipefit.errors import PlanError, RunError, StalePlanError
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.registry import describe
 from pipefit.plan.types import AxisPlan
-from pipefit.run.buckets import make_buckets
-from pipefit.run.build import build_worker, stage_programs
-from pipefit.run.comms import Comms
-from pipefit.run.launch import launch, run_rank
-from pipefit.run.metrics import open_board
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.reduce import Reducer
-from pipefit.run.runnable import check_runnable
-from pipefit.run.setup import choose_device
-from pipefit.run.worker import lane_of
+from pipefit.run.session.launch import launch, run_rank
+from pipefit.run.session.metrics import open_board
+from pipefit.run.session.rendezvous import choose_device
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.buckets import make_buckets
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.update.reduce import Reducer
+from pipefit.run.worker.build import build_worker, stage_programs
+from pipefit.run.worker.runnable import check_runnable
+from pipefit.run.worker.worker import lane_of
 
 CPU = torch.device("cpu")
 

@@ -12,16 +12,16 @@ from test_worker_exact import cases_of, one_process, reference
 
 from pipefit.cluster import local
 from pipefit.codec import to_data
-from pipefit.cost.curves import best_costs
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import best_costs
 from pipefit.errors import PlanError
 from pipefit.layout import parse_form
-from pipefit.plan.build import Workbench, build_plan
-from pipefit.plan.check import check_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.searched import setting_of
-from pipefit.plan.sharded import Programs
-from pipefit.plan.work import parts_of, pipeline_work
+from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.check.rules import check_plan
+from pipefit.plan.evaluate.planner_context import Workbench, build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.shard.chain import Chains, with_shares
 from pipefit.shard.recipe import parse_recipe
 

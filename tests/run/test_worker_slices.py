@@ -18,7 +18,7 @@ import worker_plans as plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipefit.plan.check import check_plan
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.types import Job, Plan
 from pipefit.schedule.families import FAMILIES
 

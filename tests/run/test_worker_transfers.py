@@ -16,7 +16,7 @@ import worker_plans as plans
 from blocking_lanes import deferred
 
 from pipefit.errors import DeadlockError
-from pipefit.plan.check import check_plan
+from pipefit.plan.check.rules import check_plan
 from pipefit.plan.types import Plan
 from pipefit.schedule import FAMILIES, format_lanes
 

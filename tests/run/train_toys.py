@@ -16,7 +16,7 @@ from pool import free_port
 from typer.testing import CliRunner
 
 from pipefit.cli import build_app
-from pipefit.plan.check import save_plan
+from pipefit.plan.check.rules import save_plan
 from pipefit.plan.types import Job, Plan
 
 JOB = Job(batch=8, sequence=16, precision="float32", seed=3)

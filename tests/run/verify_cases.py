@@ -12,8 +12,9 @@ import worker_cases as cases
 
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
-from pipefit.run import comms, reduce
-from pipefit.run.verify import Measured, count_on_cpu, stretches
+from pipefit.run.transfers import comms
+from pipefit.run.update import reduce
+from pipefit.run.verify.verify import Measured, count_on_cpu, stretches
 
 
 def counted_rank(plan: Plan, model: Model, steps: int = 2) -> Measured:

@@ -14,16 +14,16 @@ from tests.model.in_float64 import AllInFloat64
 
 from pipefit.cluster import local
 from pipefit.data.samples import Samples, field_of
-from pipefit.model.capture_whole import capture_whole, fed_as
+from pipefit.model.capture.whole import capture_whole, fed_as
 from pipefit.model.example import Example
 from pipefit.model.graph import Model
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job, Plan
-from pipefit.run.build import build_worker
-from pipefit.run.checkpoint_gather import gather_full
-from pipefit.run.feeding import SampleFeeding
-from pipefit.run.state import model_pieces
+from pipefit.run.checkpoint.gather import gather_full
+from pipefit.run.inputs.feeding import SampleFeeding
+from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.state import model_pieces
 
 
 class RandomRows:

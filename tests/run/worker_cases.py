@@ -13,14 +13,14 @@ import torch.distributed as dist
 from pipefit.data.stepplan import StepPlan, batch_shape
 from pipefit.model.graph import Model
 from pipefit.plan.types import Plan
-from pipefit.run import checkpoint
-from pipefit.run.build import build_worker, make_groups
-from pipefit.run.checkpoint_gather import gather_full
-from pipefit.run.comms import Comms
-from pipefit.run.feeds import make_feeds
-from pipefit.run.optimizer import OptimizerConfig
-from pipefit.run.state import all_pieces, gradient_pieces, model_pieces
-from pipefit.run.worker import Worker
+from pipefit.run.checkpoint import checkpoint
+from pipefit.run.checkpoint.gather import gather_full
+from pipefit.run.inputs.feeds import make_feeds
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.worker.build import build_worker, make_groups
+from pipefit.run.worker.state import all_pieces, gradient_pieces, model_pieces
+from pipefit.run.worker.worker import Worker
 
 _COMMS: list[Comms] = []
 _ALONE: list[Any] = []

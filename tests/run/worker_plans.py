@@ -13,14 +13,14 @@ from worker_cases import SEPARATOR, rows_of
 
 from pipefit.cluster import local
 from pipefit.layout import split
-from pipefit.model.capture import capture
+from pipefit.model.capture.layers import capture
 from pipefit.model.graph import Model
 from pipefit.model.registry import build_layers, describe
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import lower_for, order_of
+from pipefit.plan.assemble.order import lower_for, order_of
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Edge, GroupPlan, Job, Plan, Wire
-from pipefit.run.initial import initial_values
+from pipefit.run.stage.initial_values import initial_values
 from pipefit.schedule.actions import Action, Schedule, parse_lanes
 
 LLAMA: dict[str, Any] = {

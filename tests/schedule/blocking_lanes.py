@@ -18,7 +18,7 @@ from typing import Any
 
 from pipefit.schedule import Schedule
 from pipefit.schedule.actions import Action
-from pipefit.schedule.deadlock import Message, message
+from pipefit.schedule.check.deadlock import Message, message
 
 EAGER, LARGE = 64, 4 << 20
 """Bytes of a message that any socket buffer takes, and of one that none does."""

@@ -13,9 +13,9 @@ import pytest
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, linear, uniform_costs, vee
 from pipefit.schedule.actions import Schedule, format_lanes
-from pipefit.schedule.block import BuildingBlock, check_block, draw_block, place_weights
-from pipefit.schedule.block_passes import actions, number, order_slices, repeat, squeeze
-from pipefit.schedule.block_reorder import peak
+from pipefit.schedule.blocks.building_block import BuildingBlock, check_block, draw_block, place_weights
+from pipefit.schedule.blocks.passes import actions, number, order_slices, repeat, squeeze
+from pipefit.schedule.blocks.reorder import peak
 from pipefit.simulate import simulate
 
 MODULES = {

@@ -11,8 +11,8 @@ from random_schedules import cases
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule import Action, Schedule, check, lower, parse_lanes
-from pipefit.schedule.check import edges_of
-from pipefit.schedule.frozen import frozen_stages, without_backward
+from pipefit.schedule.check.rules import edges_of
+from pipefit.schedule.lowering.frozen import frozen_stages, without_backward
 
 
 def schedule_of(*lanes: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 2, slices: int = 1) -> Schedule:

@@ -11,7 +11,7 @@ from random_schedules import cases
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, chain, linear, lower, vee
-from pipefit.schedule.csv_io import from_csv, to_csv
+from pipefit.schedule.text.csv_io import from_csv, to_csv
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

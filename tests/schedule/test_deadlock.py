@@ -6,7 +6,7 @@ import pytest
 
 from pipefit.errors import DeadlockError
 from pipefit.schedule import FAMILIES, Problem, Schedule, check, find_deadlock, lower, parse_lanes, vee
-from pipefit.schedule.deadlock import check_deadlock
+from pipefit.schedule.check.deadlock import check_deadlock
 
 
 def schedule_of(*lanes: str, placement: tuple[int, ...], microbatches: int) -> Schedule:

@@ -17,9 +17,10 @@ from test_fit_kernel import random_problem
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, check, family, linear, lower, uniform_costs, vee
-from pipefit.schedule.fit import Fit, Instance, fit
-from pipefit.schedule.fit.construct import allowed
-from pipefit.schedule.fit.instance import orders_of, schedule_of
+from pipefit.schedule.fit.instance import Instance, orders_of, schedule_of
+from pipefit.schedule.fit.result import Fit
+from pipefit.schedule.fit.search import fit
+from pipefit.schedule.fit.starts.construct import allowed
 from pipefit.schedule.problem import chain
 from pipefit.simulate import Timeline, simulate
 

@@ -7,7 +7,7 @@ import pytest
 from test_fit import uneven, verified, with_buffers
 
 from pipefit.schedule import Problem, family, lower, vee
-from pipefit.schedule.fit import fit
+from pipefit.schedule.fit.search import fit
 from pipefit.simulate import simulate
 
 CASES = [

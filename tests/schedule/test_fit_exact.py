@@ -13,10 +13,11 @@ from test_fit_bounds import uneven, unit_time
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, check, linear, uniform_costs, vee
-from pipefit.schedule.fit import exact, fit
-from pipefit.schedule.fit.exact_scale import Scaled, common_quantum, nodes_of, objective_of, orders_from, state_of
+from pipefit.schedule.fit.exact import windows as exact
+from pipefit.schedule.fit.exact.scale import Scaled, common_quantum, nodes_of, objective_of, orders_from, state_of
 from pipefit.schedule.fit.instance import Instance, orders_of, schedule_of
-from pipefit.schedule.lower import lower
+from pipefit.schedule.fit.search import fit
+from pipefit.schedule.lowering.lower import lower
 from pipefit.simulate import simulate
 
 
@@ -136,7 +137,7 @@ def test_times_are_whole_quanta_or_rounded_down() -> None:
 
 
 def test_fit_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipefit.schedule.fit.exact.find_spec", lambda name: None if name == "ortools" else sys)
+    monkeypatch.setattr("pipefit.schedule.fit.exact.windows.find_spec", lambda name: None if name == "ortools" else sys)
     instance = unit_time(linear(2), 2, 2)
     with pytest.raises(ScheduleError) as error:
         exact.improve(instance, one_by_one(instance), 1.0)

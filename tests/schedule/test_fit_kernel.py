@@ -14,11 +14,11 @@ from random_schedules import random_costs, random_schedule
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule import Edge, Problem, chain, check, family, linear, uniform_costs, vee
-from pipefit.schedule.fit.arrays import PLAIN, compiled, state, tables, trial
-from pipefit.schedule.fit.construct import all_starts, fits
 from pipefit.schedule.fit.instance import Instance, orders_of, schedule_of
-from pipefit.schedule.fit.kernel import evaluate
-from pipefit.schedule.fit.moves import shift_critical, shift_one, shift_run, shift_wave, toggle, trace
+from pipefit.schedule.fit.kernels.arrays import PLAIN, compiled, state, tables, trial
+from pipefit.schedule.fit.kernels.moves import shift_critical, shift_one, shift_run, shift_wave, toggle, trace
+from pipefit.schedule.fit.kernels.sweep import evaluate
+from pipefit.schedule.fit.starts.construct import all_starts, fits
 from pipefit.simulate import simulate
 
 DAG: tuple[Edge, ...] = ((0, 1, ""), (1, 3, ""), (0, 2, "skip"), (2, 3, ""), (3, 4, ""), (4, 5, ""), (1, 5, "far"))

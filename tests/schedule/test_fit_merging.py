@@ -11,9 +11,11 @@ import pytest
 
 from pipefit.cost.types import ActionTable, CostTable
 from pipefit.schedule import Problem, linear, uniform_costs, vee
-from pipefit.schedule.fit import Instance, exact, fit
 from pipefit.schedule.fit.bounds import honest
-from pipefit.schedule.fit.construct import merge_choices
+from pipefit.schedule.fit.exact import windows as exact
+from pipefit.schedule.fit.instance import Instance
+from pipefit.schedule.fit.search import fit
+from pipefit.schedule.fit.starts.construct import merge_choices
 
 
 def costs_of(times: dict[str, list[float]], more: float, passing: float, transfer: tuple[float, float]) -> CostTable:
@@ -89,7 +91,7 @@ def test_the_least_of_all_is_found(seed: int, objective: str) -> None:
 def test_no_proof_is_above_the_least(seed: int) -> None:
     """From merged schedules and from split ones."""
     pytest.importorskip("ortools", reason="needs the extra: pip install 'pipefit[exact]'")
-    from pipefit.schedule.fit.arrays import PLAIN
+    from pipefit.schedule.fit.kernels.arrays import PLAIN
     from pipefit.schedule.fit.verify import Simulated, one_by_one
 
     problem = drawn(seed)

@@ -11,8 +11,8 @@ import pytest
 
 from pipefit.schedule import FAMILIES, Problem, linear, uniform_costs, vee
 from pipefit.schedule.fit.instance import B, F, I, Instance, W
-from pipefit.schedule.fit.modulo import offsets
-from pipefit.schedule.fit.modulo_cycle import Steady, cycle_of
+from pipefit.schedule.fit.kernels.unit_cycle import Steady, cycle_of
+from pipefit.schedule.fit.starts.modulo import offsets
 from pipefit.simulate import simulate
 
 MEASURED = {"forward_s": 28.0, "input_s": 28.0, "weight_s": 20.0, "transfer_s": 4.0}

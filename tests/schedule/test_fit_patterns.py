@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from pipefit.schedule import Problem, check, linear, uniform_costs, vee
-from pipefit.schedule.block_passes import actions
-from pipefit.schedule.fit import fit
-from pipefit.schedule.fit.arrays import PLAIN, compiled, state, tables
+from pipefit.schedule.blocks.passes import actions
 from pipefit.schedule.fit.instance import Instance, schedule_of
-from pipefit.schedule.fit.patterns import blocks, pattern_starts, scratch
+from pipefit.schedule.fit.kernels.arrays import PLAIN, compiled, state, tables
+from pipefit.schedule.fit.search import fit
+from pipefit.schedule.fit.starts.patterns import blocks, pattern_starts, scratch
 from pipefit.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

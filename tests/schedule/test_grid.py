@@ -12,8 +12,8 @@ from rich.color import ColorType
 from rich.style import Style
 
 from pipefit.schedule import FAMILIES, Problem, linear, lower, uniform_costs, vee
-from pipefit.schedule.csv_io import from_csv
-from pipefit.schedule.grid import COLOURS, draw_grid, grid_rows
+from pipefit.schedule.text.csv_io import from_csv
+from pipefit.schedule.text.grid import COLOURS, draw_grid, grid_rows
 
 
 def test_one_unit_a_column() -> None:

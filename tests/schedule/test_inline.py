@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from pipefit.errors import ScheduleError
-from pipefit.schedule.check import check
-from pipefit.schedule.deadlock import check_deadlock
+from pipefit.schedule.check.deadlock import check_deadlock
+from pipefit.schedule.check.rules import check
 from pipefit.schedule.families import family
-from pipefit.schedule.frozen import without_backward
-from pipefit.schedule.inline import inline_order
-from pipefit.schedule.lower import lower
+from pipefit.schedule.lowering.frozen import without_backward
+from pipefit.schedule.lowering.lower import lower
+from pipefit.schedule.modules.inline import inline_order
 from pipefit.schedule.problem import Problem, chain
 
 

@@ -11,7 +11,7 @@ from random_schedules import cases
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, chain, check, find_deadlock, format_lanes, linear, lower, vee
 from pipefit.schedule.actions import COMPUTE
-from pipefit.schedule.deadlock import channels, message
+from pipefit.schedule.check.deadlock import channels, message
 from pipefit.schedule.problem import uniform_costs
 from pipefit.simulate import simulate
 

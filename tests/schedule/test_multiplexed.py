@@ -13,12 +13,12 @@ from random_schedules import random_costs
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import EVERY, Action, Schedule, Turn
-from pipefit.schedule.check import check
-from pipefit.schedule.deadlock import check_deadlock
+from pipefit.schedule.check.deadlock import check_deadlock
+from pipefit.schedule.check.rules import check
 from pipefit.schedule.families import family
-from pipefit.schedule.frozen import frozen_stages
-from pipefit.schedule.lower import lower
-from pipefit.schedule.multiplexed import multiplexed
+from pipefit.schedule.lowering.frozen import frozen_stages
+from pipefit.schedule.lowering.lower import lower
+from pipefit.schedule.modules.multiplexed import multiplexed
 from pipefit.schedule.problem import Edge, Problem, uniform_costs
 from pipefit.simulate import simulate
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.schedule import Problem, family, uniform_costs, vee
-from pipefit.schedule.block import draw_block
-from pipefit.schedule.csv_io import from_csv
+from pipefit.schedule.blocks.building_block import draw_block
+from pipefit.schedule.text.csv_io import from_csv
 from pipefit.simulate import simulate
 
 Run = Callable[..., tuple[int, str, str]]

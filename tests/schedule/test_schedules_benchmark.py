@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipefit.schedule import FAMILIES, linear, vee
-from pipefit.schedule.fit import fit
+from pipefit.schedule.fit.search import fit
 from pipefit.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

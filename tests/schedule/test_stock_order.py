@@ -14,7 +14,7 @@ import pytest
 
 from pipefit.schedule import FAMILIES, Problem
 from pipefit.schedule.actions import Action, Schedule, parse_lanes
-from pipefit.schedule.lower import lower
+from pipefit.schedule.lowering.lower import lower
 from pipefit.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

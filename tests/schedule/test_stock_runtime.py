@@ -15,7 +15,7 @@ import stock_runtime  # noqa: E402
 from tests.run.pool import Pool  # noqa: E402
 
 from pipefit.schedule import FAMILIES, Problem  # noqa: E402
-from pipefit.schedule.csv_io import to_csv  # noqa: E402
+from pipefit.schedule.text.csv_io import to_csv  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 

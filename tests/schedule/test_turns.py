@@ -7,9 +7,9 @@ import pytest
 from pipefit.errors import ScheduleError
 from pipefit.schedule import check, lower
 from pipefit.schedule.actions import Schedule, Turn
-from pipefit.schedule.deadlock import find_deadlock
+from pipefit.schedule.check.deadlock import find_deadlock
 from pipefit.schedule.families import family
-from pipefit.schedule.messages import windows
+from pipefit.schedule.lowering.messages import windows
 from pipefit.schedule.problem import Problem, uniform_costs
 from pipefit.simulate import simulate
 

@@ -10,8 +10,8 @@ from tests.model.whole_models import bert_moe, vgg
 from torch import nn
 
 from pipefit.errors import PlanError
-from pipefit.model.capture import capture_layers
-from pipefit.model.capture_whole import capture_whole
+from pipefit.model.capture.layers import capture_layers
+from pipefit.model.capture.whole import capture_whole
 from pipefit.model.example import Example
 from pipefit.model.registry import open_model
 from pipefit.shard.apart import apart_problems, check_apart

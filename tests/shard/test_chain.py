@@ -13,7 +13,7 @@ from tests.run.stage_toys import block_graph, toy_layers
 from tests.shard.random_clusters import model_of, random_setting
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
+from pipefit.cost.static_memory import WORKSPACE_BYTES, optimizer_traffic_bytes, static_parts
 from pipefit.errors import PlanError
 from pipefit.layout import Form
 from pipefit.shard import pricing

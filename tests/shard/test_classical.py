@@ -9,7 +9,7 @@ from tests.shard.random_clusters import model_of
 from tests.shard.test_chain import setting
 
 from pipefit.model.graph import Tensor
-from pipefit.run.stage import StageLayer
+from pipefit.run.stage.program import StageLayer
 from pipefit.shard.chain import Chains
 from pipefit.shard.recipe import write
 

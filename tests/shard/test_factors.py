@@ -9,7 +9,7 @@ import pytest
 from tests.run.stage_toys import HIDDEN, GraphBuilder
 from tests.shard.random_clusters import random_setting
 
-from pipefit.cost.lowerings import Lowered, Rounds
+from pipefit.cost.comm.lowerings import Lowered, Rounds
 from pipefit.layout import Form
 from pipefit.model.ops.linear_factors import reduced_nowhere
 from pipefit.shard.frontier import solve, split_along

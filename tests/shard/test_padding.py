@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pipefit.cluster import parse_spec
-from pipefit.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Roofline
-from pipefit.cost.table import stage_cost
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import Roofline
+from pipefit.cost.pipeline.table import stage_cost
 from pipefit.cost.work import ParameterCounts, PipelineWork, StageWork
 from pipefit.layout import Axis, Group
 from pipefit.model.graph import Graph, Operator, Tensor

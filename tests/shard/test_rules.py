@@ -21,11 +21,11 @@ from pipefit.errors import PlanError
 from pipefit.layout import split
 from pipefit.model.graph import Operator
 from pipefit.model.ops import KINDS
-from pipefit.run import comms
-from pipefit.run.feed import Feed
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, build_step
-from pipefit.run.shard_comm import ShardContext
-from pipefit.run.stage_record import Record
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage_inputs import Feed
+from pipefit.run.transfers import comms
 from pipefit.shard.rules import Cut, labels_of, rules
 
 SHARES = (2, 1, 1)

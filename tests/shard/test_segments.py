@@ -13,11 +13,11 @@ from tests.shard.test_classical import with_vocabulary
 
 from pipefit.cluster import Cluster, Host, Link, Provenance, Rail
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Roofline
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import Roofline
 from pipefit.errors import PlanError
 from pipefit.layout import overlaps, split
-from pipefit.plan.searched import setting_of
+from pipefit.plan.assemble.shard_recipes import setting_of
 from pipefit.shard.chain import Chains
 from pipefit.shard.listing import listing
 from pipefit.shard.pricing import Setting

@@ -12,7 +12,7 @@ from tests.run.stage_toys import toy_layers
 from tests.shard.exact_programs import Milp, forms_program
 from tests.shard.random_clusters import loose_template, model_of, random_setting
 
-from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
 from pipefit.shard.chain import Chains
 from pipefit.shard.frontier import solve

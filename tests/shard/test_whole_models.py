@@ -12,7 +12,7 @@ from tests.model.whole_models import HAP, OTHERS, count_of_labels, random_inputs
 from tests.run.pool import Pool
 from tests.shard.whole_runs import feed_of, join, mixed_setting, reference, run_case, synthesized
 
-from pipefit.model.capture_whole import UnknownOperatorWarning, capture_whole
+from pipefit.model.capture.whole import UnknownOperatorWarning, capture_whole
 
 pytestmark = pytest.mark.gloo
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.model.in_float64 import AllInFloat64
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.run.feed import Feed
-from pipefit.run.shard_comm import ShardContext
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 from pipefit.shard.chain import Chains
 from pipefit.shard.pricing import Setting
 from pipefit.shard.recipe import parse_recipe, write

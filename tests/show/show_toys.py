@@ -14,9 +14,9 @@ from pathlib import Path
 from pipefit import cluster as clusters
 from pipefit.cluster.types import Cluster
 from pipefit.codec import dump_text
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import predict, simulate_plan
+from pipefit.plan.assemble.predict import predict, simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Alternative, Job, Plan
 from pipefit.show.subject import Subject, make_subject
 from pipefit.show.trace import trace_document

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from show_toys import toy_model, toy_plan, write_toy_run
 
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.show.breakdown import PARTS, measured_breakdown, predicted_breakdown, with_waits
 from pipefit.show.trace import read_trace
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from show_toys import toy_model, toy_plan, write_toy_run
 
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.schedule.actions import Action
 from pipefit.show import encode
 from pipefit.show.trace import from_timeline, read_trace

@@ -12,7 +12,7 @@ from test_page import Page
 
 from pipefit.cluster import parse_spec
 from pipefit.plan.make import make_plan
-from pipefit.plan.pins import parse_pins
+from pipefit.plan.request.constraints import parse_pins
 from pipefit.plan.types import Job
 from pipefit.show.page import report
 from pipefit.show.subject import Subject, make_subject

@@ -6,7 +6,7 @@ import json
 import pytest
 from show_toys import toy_model, toy_plan, write_toy_run
 
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.show.perfetto import perfetto, write_timeline
 from pipefit.show.trace import from_timeline, read_trace
 

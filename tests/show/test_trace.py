@@ -7,7 +7,7 @@ import pytest
 from show_toys import toy_model, toy_plan, write_toy_run
 
 from pipefit.errors import FormatError
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
 from pipefit.show.trace import from_timeline, read_trace
 
 

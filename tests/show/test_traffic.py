@@ -4,12 +4,12 @@ import pytest
 from show_toys import toy_cluster, toy_model, toy_plan
 
 from pipefit.cluster.topology import host_index
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
 from pipefit.layout import Axis, Group
 from pipefit.model.graph import Graph, Operator, Tensor
-from pipefit.plan.build import build_plan
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.predict import simulate_plan
+from pipefit.plan.assemble.predict import simulate_plan
+from pipefit.plan.evaluate.planner_context import build_plan
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 from pipefit.show.traffic import _fractions, step_traffic
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipefit.cost.types import Contention, CostTable, Flow
 from pipefit.schedule.actions import Action, Schedule
-from pipefit.schedule.deadlock import message
+from pipefit.schedule.check.deadlock import message
 
 NEVER = float("inf")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from random_schedules import cases
 
 from pipefit.schedule import lower
-from pipefit.schedule.deadlock import message
+from pipefit.schedule.check.deadlock import message
 from pipefit.simulate import simulate
 
 

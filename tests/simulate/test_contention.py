@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from pipefit.cost.types import CostTable, Flow
 from pipefit.schedule import lower
-from pipefit.schedule.compile import compile_graph
 from pipefit.schedule.families import FAMILIES
-from pipefit.schedule.grid import draw_grid
 from pipefit.schedule.problem import Problem, uniform_costs
-from pipefit.schedule.times import run
+from pipefit.schedule.taskgraph.compile import compile_graph
+from pipefit.schedule.taskgraph.times import run
+from pipefit.schedule.text.grid import draw_grid
 from pipefit.simulate import simulate
 
 

@@ -11,9 +11,9 @@ from random_schedules import cases, random_costs
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule import FAMILIES, Problem, Schedule, linear, lower, parse_lanes, uniform_costs
-from pipefit.schedule.compile import compile_graph, task_graph
-from pipefit.schedule.kernel import COMPILED_FROM, choose, sweep
-from pipefit.schedule.times import run
+from pipefit.schedule.taskgraph.compile import compile_graph, task_graph
+from pipefit.schedule.taskgraph.kernel import COMPILED_FROM, choose, sweep
+from pipefit.schedule.taskgraph.times import run
 from pipefit.simulate import simulate
 
 

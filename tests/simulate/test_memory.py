@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_schedules import cases
 
 from pipefit.schedule import FAMILIES, Problem, linear, lower, uniform_costs
-from pipefit.schedule.deadlock import message
+from pipefit.schedule.check.deadlock import message
 from pipefit.simulate import simulate
 
 COMPUTE = ("F", "I", "W", "B")

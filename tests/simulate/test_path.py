@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_schedules import cases
 
 from pipefit.schedule import Action, lower
-from pipefit.schedule.deadlock import message
+from pipefit.schedule.check.deadlock import message
 from pipefit.simulate import Timeline, simulate
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Place
-from pipefit.model.ops import graph_flops
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import Place
+from pipefit.model.analysis.totals import graph_flops
 from pipefit.schedule import Problem, family, uniform_costs
 from pipefit.simulate import simulate
 from pipefit.validate.collectives import all_reduce_s

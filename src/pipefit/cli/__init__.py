@@ -45,7 +45,7 @@ def main() -> None:
     except SystemExit as ended:
         code = ended.code
     if "RANK" in os.environ and "torch" in sys.modules and not isinstance(code, str):
-        from pipefit.run.leave import leave
+        from pipefit.run.session.process_exit import leave
 
         leave(code or 0)
     sys.exit(code)

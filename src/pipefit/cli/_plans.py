@@ -11,7 +11,7 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.cluster import Cluster
     from pipefit.model.graph import Model
-    from pipefit.plan.explain import TextTable
+    from pipefit.plan.explain.text import TextTable
     from pipefit.plan.types import Plan
 
 
@@ -35,7 +35,7 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
     """
     from pipefit.cluster import open_cluster
     from pipefit.model.registry import open_model
-    from pipefit.plan.check import check_fresh, check_plan
+    from pipefit.plan.check.rules import check_fresh, check_plan
 
     named = cluster is not None or local is not None
     text = cluster_text(cluster, local) if named else plan.cluster
@@ -55,7 +55,7 @@ def open_subject(plan: Plan, model: str | None, cluster: str | None, local: int 
 def print_tables(tables: Iterable[TextTable]) -> None:
     """Tables with lines on a terminal, plain ones into a pipe."""
     if not sys.stdout.isatty():
-        from pipefit.plan.explain import plain
+        from pipefit.plan.explain.text import plain
 
         for table in tables:
             print(f"\n{plain(table)}")

@@ -16,8 +16,8 @@ def command(
 ) -> None:
     """Explain PLAN: decisions, stages, memory, lower bound, what limits it, alternatives."""
     from pipefit.cli._plans import print_tables
-    from pipefit.plan.check import load_plan
-    from pipefit.plan.explain import forecast, headline, tables
+    from pipefit.plan.check.rules import load_plan
+    from pipefit.plan.explain.text import forecast, headline, tables
 
     plan = load_plan(path)
     notes = list(plan.prediction.assumptions) if plan.prediction else []

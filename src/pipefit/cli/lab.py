@@ -14,7 +14,7 @@ from pipefit.errors import LabError
 
 ACTIONS = ("up", "run", "down", "check")
 
-LOADED = ("pipefit.run.launch", "pipefit.run.train", "pipefit.profile.session")
+LOADED = ("pipefit.run.session.launch", "pipefit.run.session.train", "pipefit.profile.session")
 """What ranks of `pipefit train` and `pipefit profile` need, imported once for all of them."""
 
 
@@ -100,7 +100,7 @@ def _check(file: Path, as_json: bool) -> int:
 
 def _devices(text: str, plan: Path | None) -> list[int]:
     if plan is not None:
-        from pipefit.plan.check import load_plan
+        from pipefit.plan.check.rules import load_plan
 
         return list(load_plan(plan).devices)
     found: list[int] = []

@@ -64,10 +64,10 @@ def command(
     from pipefit.codec import dump_text, make_folder
     from pipefit.errors import PlanError
     from pipefit.model.registry import open_model
-    from pipefit.plan.check import save_plan
-    from pipefit.plan.explain import forecast, headline, tables
-    from pipefit.plan.length import asked_length
-    from pipefit.plan.pins import parse_pins
+    from pipefit.plan.check.rules import save_plan
+    from pipefit.plan.explain.text import forecast, headline, tables
+    from pipefit.plan.request.constraints import parse_pins
+    from pipefit.plan.request.sequence_length import asked_length
     from pipefit.profile.environment import check_environment
 
     if output is not None:
@@ -103,7 +103,7 @@ def command(
 
 def _making(memory: Path | None, risk: float | None) -> Callable[..., Plan]:
     """How plans are made: by the analytic model, or by a memory correction and the risk that is allowed."""
-    from pipefit.cost.memory_file import load_memory
+    from pipefit.cost.memory.correction_file import load_memory
     from pipefit.errors import PlanError
     from pipefit.plan.make import make_plan
     from pipefit.plan.risk import RISK, check_risk, make_plan_at_risk

@@ -54,8 +54,8 @@ def command(
         return
     _check(files, local, sequence, rounds, dtype)
     _check_links(rails, link_rounds, host_rounds, only, model or [])
-    from pipefit.run.launch import run_local
-    from pipefit.run.setup import under_torchrun
+    from pipefit.run.session.launch import run_local
+    from pipefit.run.session.rendezvous import under_torchrun
 
     if local > 1 and not under_torchrun():
         try:

@@ -69,7 +69,7 @@ def command(
     timeline = simulate(schedule, costs)
     check_limit(problem, name, timeline.peak_bytes.tolist(), limit)
     if csv:
-        from pipefit.schedule.csv_io import to_csv
+        from pipefit.schedule.text.csv_io import to_csv
 
         sys.stdout.write(to_csv(schedule))
     elif as_json:
@@ -117,8 +117,7 @@ def _make(
         return family(name)(problem), None
     from dataclasses import replace
 
-    from pipefit.schedule.fit import fit
-    from pipefit.schedule.fit.search import MOVES
+    from pipefit.schedule.fit.search import MOVES, fit
 
     _check_search(seconds, solver_seconds, seed)
     fitted = fit(
@@ -156,7 +155,7 @@ def _block(name: str, devices: int, interval: int | None) -> str:
     from dataclasses import replace
 
     from pipefit.schedule import FAMILIES, family
-    from pipefit.schedule.block import check_block, describe_block
+    from pipefit.schedule.blocks.building_block import check_block, describe_block
 
     build = None if name == FIT else family(name).block
     if build is None:
@@ -211,7 +210,7 @@ def _facts(timeline: Timeline, limit: int | None, fitted: Fit | None) -> dict[st
 
 def _draw(problem: Problem, timeline: Timeline, limit: int | None, fitted: Fit | None) -> None:
     from pipefit.cli._schedule_problem import unit_name
-    from pipefit.schedule.grid import draw_grid
+    from pipefit.schedule.text.grid import draw_grid
 
     peaks = [f"{units:.15g}" for units in timeline.peak_bytes]
     held = [peak if limit is None else f"{peak}/{limit}" for peak in peaks]

@@ -30,11 +30,11 @@ def command(
     from pipefit.cli._plans import cluster_text
     from pipefit.cluster import open_cluster
     from pipefit.codec import to_data
-    from pipefit.cost.curves import best_costs
-    from pipefit.cost.network import Network
+    from pipefit.cost.comm.network import Network
+    from pipefit.cost.compute.curves import best_costs
     from pipefit.model.registry import open_model
-    from pipefit.plan.length import asked_length, check_length, own_length
-    from pipefit.plan.searched import setting_of
+    from pipefit.plan.assemble.shard_recipes import setting_of
+    from pipefit.plan.request.sequence_length import asked_length, check_length, own_length
     from pipefit.shard.apart import check_apart
     from pipefit.shard.chain import Chains
     from pipefit.shard.listing import listing

@@ -21,10 +21,10 @@ def command(
     """Simulate one step of PLAN: a grid of its lanes in time, and where time and memory go."""
     from pipefit.cli._plans import open_subject, print_tables
     from pipefit.codec import to_data
-    from pipefit.plan.check import load_plan
-    from pipefit.plan.explain import forecast, headline, memory_table, stage_table
-    from pipefit.plan.predict import path_shares, predict, simulate_plan
-    from pipefit.schedule.grid import draw_grid
+    from pipefit.plan.assemble.predict import path_shares, predict, simulate_plan
+    from pipefit.plan.check.rules import load_plan
+    from pipefit.plan.explain.text import forecast, headline, memory_table, stage_table
+    from pipefit.schedule.text.grid import draw_grid
 
     plan = load_plan(path)
     opened, found = open_subject(plan, model, cluster, local)

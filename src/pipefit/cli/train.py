@@ -63,10 +63,10 @@ def command(
     # Before torch is imported: its C++ warnings about lost connections would bury our one message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pipefit.data.sources import STDLIB
-    from pipefit.plan.check import load_plan
+    from pipefit.plan.check.rules import load_plan
     from pipefit.run.config import TrainConfig, check_train_config
-    from pipefit.run.launch import launch, launch_lines
-    from pipefit.run.optimizer import OptimizerConfig
+    from pipefit.run.session.launch import launch, launch_lines
+    from pipefit.run.update.optimizer import OptimizerConfig
 
     optimizer = OptimizerConfig(
         lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, max_norm=max_norm,

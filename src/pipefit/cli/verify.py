@@ -13,9 +13,9 @@ import typer
 if TYPE_CHECKING:
     from pipefit.cluster import Cluster
     from pipefit.model.graph import Model
-    from pipefit.plan.explain import TextTable
+    from pipefit.plan.explain.text import TextTable
     from pipefit.plan.types import Plan
-    from pipefit.run.verify import RankMemory
+    from pipefit.run.verify.verify import RankMemory
 
 
 def command(
@@ -35,11 +35,11 @@ def command(
     """Run the ranks of PLAN that need most memory, one at a time, on one device: does the plan fit? Exit code 1: no."""
     from pipefit.cli._plans import print_tables
     from pipefit.errors import RunError
-    from pipefit.plan.check import load_plan
-    from pipefit.plan.explain import headline
-    from pipefit.run.fresh import captured_model
-    from pipefit.run.setup import choose_device
-    from pipefit.run.verify import check_ranks, critical_ranks, verify_rank
+    from pipefit.plan.check.rules import load_plan
+    from pipefit.plan.explain.text import headline
+    from pipefit.run.session.rendezvous import choose_device
+    from pipefit.run.session.staleness import captured_model
+    from pipefit.run.verify.verify import check_ranks, critical_ranks, verify_rank
 
     if steps < 1:
         raise RunError("A rank cannot be verified with this.", where="--steps", seen=steps, allowed="1 or more")
@@ -71,7 +71,7 @@ def _with_prediction(plan: Plan, cluster: str | None, local: int | None) -> Plan
     """The plan itself, or with the simulator's prediction where it has none and the cluster is known. A cluster that
     the user names must be the plan's."""
     from pipefit.cli._plans import open_subject
-    from pipefit.plan.predict import predict, simulate_plan
+    from pipefit.plan.assemble.predict import predict, simulate_plan
 
     named = cluster is not None or local is not None
     if not named and (plan.prediction is not None or not plan.cluster):
@@ -86,10 +86,10 @@ def _recordable(
     """The plan's model and cluster. Raises before anything is run where what is measured could not be recorded."""
     from pipefit.cli._plans import open_subject
     from pipefit.codec import make_folder
-    from pipefit.cost.memory_file import load_memory
+    from pipefit.cost.memory.correction_file import load_memory
     from pipefit.errors import ClusterError
     from pipefit.profile.environment import fingerprint
-    from pipefit.run.verify_record import check_recordable
+    from pipefit.run.verify.record import check_recordable
 
     make_folder(path, "memory file", ClusterError)
     if path.exists():
@@ -103,10 +103,10 @@ def _record(
     path: Path, plan: Plan, subject: tuple[Model, Cluster], found: Sequence[RankMemory], device: str
 ) -> list[str]:
     """Keep what was measured, and say what the file knows now."""
-    from pipefit.cost.memory_correction import LEAST_CONFIGURATIONS
-    from pipefit.cost.memory_file import record
+    from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS
+    from pipefit.cost.memory.correction_file import record
     from pipefit.profile.environment import fingerprint
-    from pipefit.run.verify_record import memory_runs
+    from pipefit.run.verify.record import memory_runs
 
     runs = memory_runs(plan, *subject, found, device, fingerprint())
     facts = record(path, runs)
@@ -133,7 +133,7 @@ def _facts(one: RankMemory) -> dict[str, object]:
 
 
 def _table(found: Sequence[RankMemory]) -> TextTable:
-    from pipefit.plan.explain import TextTable
+    from pipefit.plan.explain.text import TextTable
     from pipefit.units import format_bytes
 
     rows = []
@@ -165,7 +165,7 @@ def _table(found: Sequence[RankMemory]) -> TextTable:
 
 
 def _verdict(plan: Plan, found: Sequence[RankMemory]) -> list[str]:
-    from pipefit.run.verify import is_fullest, lane_predictions
+    from pipefit.run.verify.verify import is_fullest, lane_predictions
     from pipefit.units import format_bytes
 
     lines = []

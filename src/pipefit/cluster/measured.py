@@ -1,7 +1,7 @@
 """What `pipefit profile` measured, kept in the cluster file beside the figures that were derived from it.
 
 Curves of layers (time over tokens, attention over length and context), of links (time over message size) and of
-collectives; overhead of an action; memory. Plain data: `cost/curves.py` predicts from it, `profile/` makes it.
+collectives; overhead of an action; memory. Plain data: `cost/compute/curves.py` predicts from it, `profile/` makes it.
 """
 
 from __future__ import annotations

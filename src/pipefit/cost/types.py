@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class KindMemory:
     parts: tuple[Mapping[str, float], ...]
     "Per lane: its static bytes by part."
     end_bytes: Array
-    "Per lane: what the end of an iteration needs beside what always stays (`cost/memory_end.py`)."
+    "Per lane: what the end of an iteration needs beside what always stays (`cost/memory/step_end.py`)."
 
 
 @dataclass(frozen=True, slots=True)

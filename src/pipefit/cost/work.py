@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.cost.memory import Precision
-from pipefit.cost.overlap import BUCKET_BYTES
+from pipefit.cost.static_memory import Precision
 from pipefit.layout import Group
 from pipefit.model.graph import Graph
 
 Recompute = Literal["none", "selective", "full"]
+
+BUCKET_BYTES = 32 << 20
+"""Bytes of gradients that are reduced together: as `run/worker/build.py` fills its buckets."""
 
 Messages = tuple[tuple[int, int, float], ...]
 """(source device, target device, bytes)."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipefit.data.rows import Rows
 from pipefit.errors import PlanError
 from pipefit.layout import Run, split
-from pipefit.plan.dividing import image_runs
+from pipefit.plan.assemble.image_split import image_runs
 from pipefit.plan.types import Arranging, Divide, Plan
 from pipefit.schedule.actions import Schedule
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.cost.exchanges import exchanges_of
+from pipefit.cost.compute.shard_exchanges import exchanges_of
 from pipefit.lab.tables import DeviceTable, LayerFacts
-from pipefit.model.ops import graph_flops
+from pipefit.model.analysis.saved import effective_recompute, kept
+from pipefit.model.analysis.totals import graph_flops, graph_traffic_bytes, operator_flops
 from pipefit.model.ops.packed_attention import SQUARES
-from pipefit.model.ops.saved import effective_recompute, kept
-from pipefit.model.ops.totals import graph_traffic_bytes, operator_flops
 
 _TRAFFIC = {"F": 1.0, "I": 1.5, "W": 0.7}
 """Memory traffic of an action against that of the forward."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from pipefit import codec
 from pipefit.errors import FormatError, ModelError, most_like
-from pipefit.model.configs import FAMILIES
+from pipefit.model.families import FAMILIES
+from pipefit.model.families.build import USER, build_layers, typed_config
 from pipefit.model.graph import Model
-from pipefit.model.layers import USER, build_layers, typed_config
 
 __all__ = [
     "USER",
@@ -100,7 +100,7 @@ def open_model(source: str) -> Model:
         if "graphs" in data and "modules" in data:
             return codec.from_data(Model, data, source)
     described = resolve(source)
-    from pipefit.model.capture import capture
+    from pipefit.model.capture.layers import capture
 
     return capture(described.family, described.config)
 

@@ -8,28 +8,28 @@ from typing import Any
 
 from pipefit.cluster.topology import device_count
 from pipefit.cluster.types import Cluster
-from pipefit.cost.roofline import LayerCosts
+from pipefit.cost.compute.roofline import LayerCosts
 from pipefit.model.graph import Model
-from pipefit.plan.build import Workbench
-from pipefit.plan.collecting import collection_put_off
-from pipefit.plan.fitting import FIT, best_plans
-from pipefit.plan.groups.search import with_groups
-from pipefit.plan.left_out import left_out
-from pipefit.plan.length import own_length
-from pipefit.plan.modules.find import ModulesFound, modules_found
-from pipefit.plan.modules.samples import Arrange, Samples, assumed_samples, completed, dealt
-from pipefit.plan.nearest import does_not_fit
-from pipefit.plan.outcome import Evaluated, Found
-from pipefit.plan.pins import check_one_module
-from pipefit.plan.placement.in_planner import place_found
-from pipefit.plan.predict import predict
-from pipefit.plan.reasons import alternatives, binding_memory
-from pipefit.plan.search import Progress
-from pipefit.plan.searched import asked_in
-from pipefit.plan.sensitivity import sensitivity
-from pipefit.plan.sliced.notes import slice_note
-from pipefit.plan.space import check_space
-from pipefit.plan.trade import trade
+from pipefit.plan.assemble.predict import predict
+from pipefit.plan.assemble.shard_recipes import asked_in
+from pipefit.plan.candidates.space import check_space
+from pipefit.plan.evaluate.garbage_collection import collection_put_off
+from pipefit.plan.evaluate.outcome import Evaluated, Found
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.explain.nearest_fit import does_not_fit
+from pipefit.plan.explain.reasons import alternatives, binding_memory
+from pipefit.plan.explain.slice_notes import slice_note
+from pipefit.plan.explain.unused_kinds import left_out
+from pipefit.plan.modules.search import ModulesFound, modules_found
+from pipefit.plan.passes.device_groups.search import with_groups
+from pipefit.plan.passes.fitted_orders import FIT, best_plans
+from pipefit.plan.passes.memory_trade import trade
+from pipefit.plan.passes.place_devices import place_found
+from pipefit.plan.passes.search import Progress
+from pipefit.plan.passes.sensitivity import sensitivity
+from pipefit.plan.request.constraints import check_one_module
+from pipefit.plan.request.sampled_batches import Arrange, Samples, assumed_samples, completed, dealt
+from pipefit.plan.request.sequence_length import own_length
 from pipefit.plan.types import Job, Plan
 from pipefit.shard.apart import check_apart
 from pipefit.units import format_seconds

@@ -14,15 +14,15 @@ from typing import Any
 
 from pipefit.cluster.types import Cluster
 from pipefit.codec import digest
-from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.memory_correction import PARTS, MemoryCorrection
-from pipefit.cost.memory_file import MemoryFacts
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.memory.correction import PARTS, MemoryCorrection
+from pipefit.cost.memory.correction_file import MemoryFacts
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import ClusterError, DoesNotFitError, PlanError
 from pipefit.model.graph import Model
+from pipefit.plan.assemble.predict import DevicePeak, Simulation, lane_prediction, simulate_plan
 from pipefit.plan.cutting.rows import scaled
 from pipefit.plan.make import make_plan
-from pipefit.plan.predict import DevicePeak, Simulation, lane_prediction, simulate_plan
 from pipefit.plan.types import Job, MemoryRisk, Plan
 from pipefit.units import format_bytes
 

@@ -1,7 +1,7 @@
 """The plan: every decision of a run and every prediction made for it, as one JSON file that all ranks hash.
 
 These types carry every kind of run that pipefit knows: uneven replicas and shards, V placements, slices, tied
-parameters, split optimizer state, modules with their own layouts. `plan/check.py` says what makes a plan valid.
+parameters, split optimizer state, modules with their own layouts. `plan/check/rules.py` says what makes a plan valid.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Stage:
     microbatch_multiple: int = 1
     "How many of the schedule's microbatches this stage's module takes together."
     divide: Divide = "samples"
-    "What the replicas of a packed stage divide among them: the microbatch's samples, or its images (`dividing.py`)."
+    "What the replicas of a packed stage divide among them: the microbatch's samples, or its images (`image_split.py`)."
     turn: int = 0
     "Of the stages that hold the same layers on lanes of their own and take turns, which this is."
     turns: int = 1

@@ -10,12 +10,12 @@ import numpy as np
 
 from pipefit.cluster.measured import CollectiveCurve, LayerCurve, LayerPoint
 from pipefit.cluster.types import Cluster, DeviceKind
-from pipefit.cost.collectives import ring_of
-from pipefit.cost.curves import layer_times, signature
-from pipefit.cost.direct import LEAST
-from pipefit.cost.lowerings import DIRECT, Lowerings, direct_curve
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import Place, Roofline
+from pipefit.cost.comm.collectives import ring_of
+from pipefit.cost.comm.direct import LEAST
+from pipefit.cost.comm.lowerings import DIRECT, Lowerings, direct_curve
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import layer_times, signature
+from pipefit.cost.compute.roofline import Place, Roofline
 from pipefit.model.graph import Graph
 from pipefit.profile.points import sizes_at
 
@@ -36,7 +36,7 @@ def collective_curve(
 
     Fits time = f latency + g bytes / bandwidth on relative errors, where latency and bandwidth are the formula's; f and
     g are the factors. Of a direct collective g is the last slope of its curve: it is no straight line, and prices go by
-    its times (`cost/direct.py`).
+    its times (`cost/comm/direct.py`).
     """
     from scipy.optimize import nnls
 

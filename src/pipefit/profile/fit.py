@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cluster.measured import ActionCurve
-from pipefit.cost.curves import action_time_s, attention_features
+from pipefit.cost.compute.curves import action_time_s, attention_features
 from pipefit.profile.points import SMALLEST, Point
 
 Array = NDArray[np.float64]

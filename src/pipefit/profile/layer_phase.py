@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from pipefit.cluster.measured import LayerCurve, LayerPoint
 from pipefit.codec import from_data, to_data
-from pipefit.cost.curves import signature
+from pipefit.cost.compute.curves import signature
 from pipefit.errors import ModelError, PipefitError
 from pipefit.model.graph import Graph
-from pipefit.plan.length import own_length
+from pipefit.plan.request.sequence_length import own_length
 from pipefit.profile.board import Board
 from pipefit.profile.fit import fit_layer
 from pipefit.profile.layers import LayerBench, Samples, Subject, feasible, overhead, survey, typical

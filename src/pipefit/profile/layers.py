@@ -19,9 +19,9 @@ import torch
 from pipefit.lab import pace
 from pipefit.model.graph import Graph, Operator, Tensor, size_value
 from pipefit.profile.points import Point, sizes_at
-from pipefit.run.faults import is_out_of_memory
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.session.faults import is_out_of_memory
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 ACTIONS = ("F", "B", "I", "W")
 WINDOW_S = 0.02

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pipefit.model.graph import Graph
-from pipefit.plan.modules.samples import ASSUMED_PART
-from pipefit.plan.ragged import CONDITIONS
+from pipefit.plan.assemble.packed_rows import CONDITIONS
+from pipefit.plan.request.sampled_batches import ASSUMED_PART
 
 MOST_POINTS = 39
 SMALLEST = 16

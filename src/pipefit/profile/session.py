@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipefit.cluster.files import save
 from pipefit.cluster.types import Cluster
 from pipefit.codec import from_data, to_data
-from pipefit.cost.lowerings import DIRECT
+from pipefit.cost.comm.lowerings import DIRECT
 from pipefit.profile.assemble import assemble
 from pipefit.profile.calibrate import collective_curve, efficiency, with_ratios
 from pipefit.profile.device import rates
@@ -28,8 +28,8 @@ from pipefit.profile.layer_phase import LAYERS_S, measure_layers
 from pipefit.profile.link_phase import measure_links
 from pipefit.profile.state import ProfileConfig, Session, Show
 from pipefit.profile.wire import OPERATIONS, Wire, typical
-from pipefit.run.comms import backend_for
-from pipefit.run.setup import World, choose_device
+from pipefit.run.session.rendezvous import World, choose_device
+from pipefit.run.transfers.comms import backend_for
 
 
 def run(config: ProfileConfig, show: Show) -> Cluster:

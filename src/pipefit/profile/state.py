@@ -15,7 +15,7 @@ from pipefit.profile.device import introduce
 from pipefit.profile.facts import Member
 from pipefit.profile.links import SIZES
 from pipefit.profile.partial import Partial, PartialFile
-from pipefit.run.setup import World
+from pipefit.run.session.rendezvous import World
 
 Show = Callable[[str, int, int], None]
 """Progress: (what is measured, done, total)."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipefit.cost.lowerings import DIRECT
+from pipefit.cost.comm.lowerings import DIRECT
 from pipefit.profile.board import Board
 from pipefit.profile.links import TINY, Outcome
 from pipefit.profile.tournament import Pair
-from pipefit.run.comms import all_gather, exchange, reduce_scatter
-from pipefit.run.shard_parts import GATHERS, SCATTERS, ShardContext
+from pipefit.run.sharded.parts import GATHERS, SCATTERS, ShardContext
+from pipefit.run.transfers.comms import all_gather, exchange, reduce_scatter
 
 MOST_BYTES = 8 * 2**20
 """A measurement repeats its message until about so many bytes have gone, 3 to 40 times."""

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from pipefit.errors import PlanError
-from pipefit.model.aten_splits import splits
+from pipefit.model.analysis.aten_splits import splits
 from pipefit.model.graph import Graph, Model, Operator, Shape, Size, size_factors, size_value
 from pipefit.shard.program import labels_at
 from pipefit.shard.rules import Labelled

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipefit.cost.memory import COMPUTE_BYTES
+from pipefit.cost.static_memory import COMPUTE_BYTES
 from pipefit.errors import PlanError
 from pipefit.layout import IDENTITY, Form, gathered
 from pipefit.model.graph import Graph, Layer, Model, element_count

@@ -48,7 +48,7 @@ class Conversion:
     source: Held
     target: Held
     how: str = ""
-    "How uneven parts are moved: lowerings (`cost/lowerings.py`), forward and backward."
+    "How uneven parts are moved: lowerings (`cost/comm/lowerings.py`), forward and backward."
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipefit.cost.exchanges import exchanges_of
+from pipefit.cost.compute.shard_exchanges import exchanges_of
 from pipefit.model.graph import Graph, Layer, Model, Operator
 from pipefit.model.ops.reshare import KIND as RESHARE
 from pipefit.shard.chain import Link

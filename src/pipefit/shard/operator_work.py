@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.exchanges import exchanges_of
-from pipefit.cost.lowerings import Lowered
-from pipefit.cost.operator_times import Work, exchanges_s, operator_work
+from pipefit.cost.comm.lowerings import Lowered
+from pipefit.cost.compute.operator_times import Work, exchanges_s, operator_work
+from pipefit.cost.compute.shard_exchanges import exchanges_of
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, multiply_sizes
 from pipefit.model.ops.kind import Said
 from pipefit.shard.rules import Labelled

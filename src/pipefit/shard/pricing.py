@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
-from pipefit.cost.overlap import BUCKET_BYTES
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, optimizer_traffic_bytes, static_parts
+from pipefit.cost.work import BUCKET_BYTES
 from pipefit.layout import IDENTITY, PARTIAL, Form, gathered
+from pipefit.model.analysis.saved import kept
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Shape, Tensor, element_count
-from pipefit.model.ops import KINDS, kept
+from pipefit.model.ops import KINDS
 from pipefit.model.ops.unshard import gathers_of
 from pipefit.shard import frontier
 from pipefit.shard.cuts import cut_units, shapes_of

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipefit.cost.lowerings import LOWERINGS
+from pipefit.cost.comm.lowerings import LOWERINGS
 from pipefit.errors import PlanError
 from pipefit.layout import PARTIAL, Form, parse_form
 from pipefit.model.graph import Graph, Operator

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.lowerings import Lowered
-from pipefit.cost.memory import Precision
-from pipefit.cost.operator_times import CollectiveTime
-from pipefit.cost.overlap import BUCKET_BYTES
+from pipefit.cost.comm.lowerings import Lowered
+from pipefit.cost.compute.operator_times import CollectiveTime
+from pipefit.cost.static_memory import Precision
+from pipefit.cost.work import BUCKET_BYTES
 from pipefit.shard.template import Members
 
 Found = TypeVar("Found")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from pipefit.cost.lowerings import Lowered, Rounds
-from pipefit.cost.overlap import Piece, hidden_s
+from pipefit.cost.comm.lowerings import Lowered, Rounds
+from pipefit.cost.pipeline.overlap import Piece, hidden_s
 from pipefit.layout import split
 from pipefit.shard.template import (
     WHOLE_CUT,
@@ -212,8 +212,8 @@ def cost_s(stretches: Sequence[tuple[Stretch, int]], members: Members, shares: S
 
 def beside_s(chain: Sequence[Chosen], shares: Sequence[Sequence[int]], bucket_s: float, microbatches: int) -> float:
     """Seconds of a microbatch's part of the gradient reductions that are over when the last backward is: bucket by
-    bucket (`cost/overlap.py`), where reducing a full one takes `bucket_s`; `shares` are those of every program. Sizes
-    are told in seconds here."""
+    bucket (`cost/pipeline/overlap.py`), where reducing a full one takes `bucket_s`; `shares` are those of every
+    program. Sizes are told in seconds here."""
     pieces: dict[tuple[int, Sequence[int]], list[Piece]] = {}
     for key, (chosen, own) in {(id(one), each): (one, each) for one, each in zip(chain, shares, strict=True)}.items():
         template, kinds = chosen.template, range(chosen.template.members.kinds)

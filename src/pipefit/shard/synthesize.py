@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Generic, TypeVar
 
-from pipefit.cost.memory import WORKSPACE_BYTES
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.errors import PlanError
 from pipefit.model.graph import Layer
 from pipefit.shard.chain import Chains, Link

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipefit.cost.lowerings import Lowered, Parts
+from pipefit.cost.comm.lowerings import Lowered, Parts
 from pipefit.layout import split
 from pipefit.shard.conversions import Conversions
 from pipefit.shard.frontier import Move, Problem, Solution, Step, Way

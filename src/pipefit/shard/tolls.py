@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipefit.cost.exchanges import BACKWARD
-from pipefit.cost.lowerings import Lowered
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.comm.lowerings import Lowered
+from pipefit.cost.compute.shard_exchanges import BACKWARD
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.model.graph import Shape, element_count
 from pipefit.shard import frontier
 from pipefit.shard.setting import Setting

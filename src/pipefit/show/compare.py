@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PlanError
-from pipefit.plan.explain import TextTable
+from pipefit.plan.explain.text import TextTable
 from pipefit.plan.types import Plan
 from pipefit.show.figures import Figures, Pair, figures_of, percent
 from pipefit.show.record import RunRecord

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipefit.layout import Group
-from pipefit.plan.explain import risk_line
+from pipefit.plan.explain.text import risk_line
 from pipefit.plan.types import LanePrediction
 from pipefit.show.breakdown import PARTS, Breakdown
 from pipefit.show.figures import Figures, Pair, percent

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from pipefit import __version__
-from pipefit.plan.explain import choices, fullest_lane, headlines, stage_table
+from pipefit.plan.explain.text import choices, fullest_lane, headlines, stage_table
 from pipefit.plan.types import Alternative, Plan, Prediction
 from pipefit.show.figures import percent
 from pipefit.show.html import table, text

@@ -13,12 +13,12 @@ from pathlib import Path
 from pipefit import cluster as clusters
 from pipefit.cluster.types import Cluster
 from pipefit.codec import load_file
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
 from pipefit.errors import FormatError
 from pipefit.model.graph import Model
 from pipefit.model.registry import open_model
-from pipefit.plan.check import check_fresh, check_plan
-from pipefit.plan.predict import Simulation, predict, simulate_plan
+from pipefit.plan.assemble.predict import Simulation, predict, simulate_plan
+from pipefit.plan.check.rules import check_fresh, check_plan
 from pipefit.plan.types import Plan, Prediction
 from pipefit.show.record import CLUSTER, RunRecord, read_run
 
@@ -107,7 +107,7 @@ def find_model(plan: Plan, named: str) -> Model:
     if named:
         model = open_model(named)
     else:
-        from pipefit.model.capture import capture
+        from pipefit.model.capture.layers import capture
 
         model = capture(plan.model.family, plan.model.config)
     check_fresh(plan, model=model)

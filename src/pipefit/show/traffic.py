@@ -1,10 +1,10 @@
 """Which device sends how many bytes to which, in one step: what the link heat-map draws.
 
 Transfers between stages are the messages that the cost model counts. So are the collectives of shard programs, those
-that gather parameters and factors or send tokens to experts among them (`cost/exchanges.py`). They are counted as rings
-over their very groups; where a group has as many devices on every host, first inside the hosts and then between them,
-as the cost model's two-level form does (reference: `cost/collectives.py`; gloo knows rings only, and sums go round them
-backwards). Uneven parts go as their lowering sends them (`cost/lowerings.py`).
+that gather parameters and factors or send tokens to experts among them (`cost/compute/shard_exchanges.py`). They are
+counted as rings over their very groups; where a group has as many devices on every host, first inside the hosts and
+then between them, as the cost model's two-level form does (reference: `cost/comm/collectives.py`; gloo knows rings
+only, and sums go round them backwards). Uneven parts go as their lowering sends them (`cost/comm/lowerings.py`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipefit.cost.collectives import passes_backwards
-from pipefit.cost.exchanges import exchanges_of
-from pipefit.cost.lowerings import lowerings_over
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
-from pipefit.cost.network import Network
-from pipefit.cost.table import replica_rings, shard_rings
+from pipefit.cost.comm.collectives import passes_backwards
+from pipefit.cost.comm.lowerings import lowerings_over
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.shard_exchanges import exchanges_of
+from pipefit.cost.pipeline.table import replica_rings, shard_rings
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import split
+from pipefit.model.analysis.saved import kept
 from pipefit.model.graph import LOCAL
 from pipefit.model.ops.kind import Said
 from pipefit.model.ops.packed_attention import SQUARES
 from pipefit.model.ops.reshare import KIND as RESHARE
-from pipefit.model.ops.saved import kept
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """How often a ring collective sends (n - 1)/n of the tensor over every hop; gloo sums a reduce-scatter by an

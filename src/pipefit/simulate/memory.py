@@ -5,8 +5,9 @@ needs beside that (`peak_bytes`, its inputs and outputs among it) lives from its
 alive from the moment its receive is posted until the action that uses it starts. What a slice's backward leaves for
 the keys and values of earlier slices is alive until the next one's starts. What an action hands on is alive from
 its end until the next stage on the same lane starts with it, or until it has been sent: in a lowered schedule until as
-many later messages of its channel have been sent as the receiver has receives open at once (`schedule/messages.py`),
-in a computed one until the transfer is over. Under all of it lie the lane's static bytes.
+many later messages of its channel have been sent as the receiver has receives open at once
+(`schedule/lowering/messages.py`), in a computed one until the transfer is over. Under all of it lie the lane's static
+bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipefit.cost.types import CostTable
-from pipefit.schedule.compile import TaskGraph, by_unit
-from pipefit.schedule.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
-from pipefit.schedule.times import Times, edge_table, match_edges, spread
+from pipefit.schedule.taskgraph.compile import TaskGraph, by_unit
+from pipefit.schedule.taskgraph.table import CODE, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Floats, I, Ints, W
+from pipefit.schedule.taskgraph.times import Times, edge_table, match_edges, spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.schedule.compile import TaskGraph
-from pipefit.schedule.table import BARRIER
-from pipefit.schedule.times import Times
+from pipefit.schedule.taskgraph.compile import TaskGraph
+from pipefit.schedule.taskgraph.table import BARRIER
+from pipefit.schedule.taskgraph.times import Times
 
 
 def critical_tasks(graph: TaskGraph, times: Times) -> list[tuple[int, float]]:

@@ -1,7 +1,7 @@
 """The timeline of one iteration: when every action runs, what is idle, what memory is held, what the time hangs on.
 
-The rules are those of `pipefit.schedule.compile`; this file reads the results. Everything beyond the start times is
-worked out when it is first asked for, so that a search pays only for what it looks at.
+The rules are those of `pipefit.schedule.taskgraph.compile`; this file reads the results. Everything beyond the start
+times is worked out when it is first asked for, so that a search pays only for what it looks at.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import CostTable
 from pipefit.schedule.actions import Action, Kind, Schedule
-from pipefit.schedule.compile import TaskGraph
-from pipefit.schedule.contended import evaluate
 from pipefit.schedule.problem import Edge
-from pipefit.schedule.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
-from pipefit.schedule.times import Times
+from pipefit.schedule.taskgraph.compile import TaskGraph
+from pipefit.schedule.taskgraph.contended import evaluate
+from pipefit.schedule.taskgraph.table import BARRIER, RECV_B, RECV_F, SEND_B, SEND_F, STEP, B, Floats, Ints
+from pipefit.schedule.taskgraph.times import Times
 from pipefit.simulate.memory import MemoryCurve, memory_curves
 from pipefit.simulate.path import critical_tasks
 

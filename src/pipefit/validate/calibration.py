@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.memory import Precision
-from pipefit.cost.network import Network
-from pipefit.cost.operator_times import CollectiveTime
-from pipefit.cost.roofline import LayerCost, Place, Recompute
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.operator_times import CollectiveTime
+from pipefit.cost.compute.roofline import LayerCost, Place, Recompute
+from pipefit.cost.static_memory import Precision
 from pipefit.cost.types import Array, CostTable
 from pipefit.model.graph import Graph
 from pipefit.validate.collectives import Collectives

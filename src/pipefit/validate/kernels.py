@@ -16,14 +16,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pipefit.cluster.types import DeviceKind
-from pipefit.cost.exchanges import BACKWARD
-from pipefit.cost.memory import COMPUTE_BYTES, Precision
-from pipefit.cost.operator_times import CollectiveTime
-from pipefit.cost.roofline import LayerCost, Place, Recompute
+from pipefit.cost.compute.operator_times import CollectiveTime
+from pipefit.cost.compute.roofline import LayerCost, Place, Recompute
+from pipefit.cost.compute.shard_exchanges import BACKWARD
+from pipefit.cost.static_memory import COMPUTE_BYTES, Precision
+from pipefit.model.analysis.saved import call_of, kept, saved_bytes
 from pipefit.model.graph import Graph
-from pipefit.model.ops import kept, saved_bytes
 from pipefit.model.ops.kind import Call
-from pipefit.model.ops.saved import call_of
 from pipefit.validate.collectives import Collectives
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))

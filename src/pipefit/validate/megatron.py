@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 from pipefit.cluster.types import Cluster, DeviceKind, Host, Link, Provenance, Rail
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import cost_table
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import LayerCosts
+from pipefit.cost.pipeline.table import cost_table
 from pipefit.cost.types import CostTable
 from pipefit.cost.work import EdgeWork, ParameterCounts, PipelineWork, Recompute, StageWork
 from pipefit.layout import Axis, Group

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from pipefit.model.analysis.saved import kept
 from pipefit.model.graph import Graph, element_count
-from pipefit.model.ops import kept
 
 Scores = Literal["made again", "softmax", "softmax and dropout"]
 """What is kept of the attention's scores."""

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from tests.run.processes import run_processes
 
-from pipefit.cost.lowerings import LOWERINGS
+from pipefit.cost.comm.lowerings import LOWERINGS
 from pipefit.errors import PipefitError
-from pipefit.run import comms, shard_parts
-from pipefit.run.shard_comm import AllGather, AllReduce, AllToAll, ReduceScatter, ShardContext, ShardSlice
+from pipefit.run.sharded import parts as shard_parts
+from pipefit.run.sharded.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, ShardContext, ShardSlice
+from pipefit.run.transfers import comms
 
 pytestmark = pytest.mark.gloo
 

@@ -12,9 +12,9 @@ from tests.run.ops.op_case import ROWS, TOKENS, OpCase
 from tests.run.ops.packed_cases import DATA
 
 from pipefit.model.ops import KINDS
-from pipefit.run.feed import Feed
 from pipefit.run.ops import builders
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 ELSEWHERE = {
     "opaque": "test_opaque.py",

@@ -8,8 +8,8 @@ from torch import nn
 
 from pipefit.errors import ModelError
 from pipefit.model.graph import Graph, Operator, ParameterSpec, Tensor
-from pipefit.run.feed import Feed
-from pipefit.run.stage import StageLayer, StageProgram
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.stage_inputs import Feed
 
 
 class Wave(nn.Module):

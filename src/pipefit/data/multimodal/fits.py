@@ -12,7 +12,7 @@ from pipefit.data.multimodal.images import CHANNELS, ImageRule
 from pipefit.data.multimodal.index import GENERATE, IMAGE, Index
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
 from pipefit.errors import DataError
-from pipefit.model.configs.multimodal import MultimodalConfig
+from pipefit.model.families.multimodal.config import MultimodalConfig
 from pipefit.model.graph import Layer, Model, Tensor
 from pipefit.model.registry import resolve, typed_config
 

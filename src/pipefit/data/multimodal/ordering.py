@@ -14,11 +14,11 @@ import numpy as np
 from pipefit.data.multimodal.loads import Ints
 from pipefit.data.permutation import make_key
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.compile import TaskGraph, compile_graph
 from pipefit.schedule.families import FAMILIES
 from pipefit.schedule.problem import Problem, linear
-from pipefit.schedule.table import B, F, I, W
-from pipefit.schedule.times import run_sweep
+from pipefit.schedule.taskgraph.compile import TaskGraph, compile_graph
+from pipefit.schedule.taskgraph.table import B, F, I, W
+from pipefit.schedule.taskgraph.times import run_sweep
 
 Makespan = Callable[[Ints], float]
 """The time of one iteration with the microbatches in this order."""

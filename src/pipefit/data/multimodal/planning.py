@@ -12,7 +12,7 @@ from pipefit.data.multimodal.arrange import arranged
 from pipefit.data.multimodal.loads import Ints
 from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SAMPLES, SampleRows
 from pipefit.data.stepplan import BatchShape
-from pipefit.plan.modules.samples import Samples, Shares
+from pipefit.plan.request.sampled_batches import Samples, Shares
 from pipefit.plan.types import Arranging
 from pipefit.schedule.actions import Schedule
 
@@ -33,8 +33,9 @@ def sampled(rows: SampleRows, batch: int, batches: int, seed: int = 0, where: st
 def arranged_samples(
     samples: Samples, batch: int, arranging: Arranging, shares: Shares, count: int, schedule: Schedule | None = None
 ) -> Ints:
-    """For every position of the batch, which of its samples stands there (see `pipefit.plan.modules.samples.Arrange`):
-    as a run arranges it whose stages have these shares, with this order of actions (None: 1F1B, a lane a stage)."""
+    """For every position of the batch, which of its samples stands there (see
+    `pipefit.plan.request.sampled_batches.Arrange`): as a run arranges it whose stages have these shares, with this
+    order of actions (None: 1F1B, a lane a stage)."""
     size = next((table.shape[1] for table in samples.tokens.values()), 0)
     shape = BatchShape(
         batch=size,

@@ -2,7 +2,8 @@
 
 `target` names it (`aten.topk.default`); `arguments` and `keywords` are those of the call, with {"input": i} for the
 values, {"size": "4*B"} for sizes and {"type": "compute"} for number types. Nothing is known of its inside: it counts no
-FLOPs, and keeps its inputs and its output (an estimate). How the known ones may be split: `model/aten_splits.py`.
+FLOPs, and keeps its inputs and its output (an estimate). How the known ones may be split:
+`model/analysis/aten_splits.py`.
 """
 
 from __future__ import annotations

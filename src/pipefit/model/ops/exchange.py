@@ -1,7 +1,7 @@
 """all_to_all over the shard axis: what was split along one dimension is split along another afterwards.
 
 Its backward is an all_to_all the other way. Like other collectives it keeps nothing and is not run again under
-selective recomputation; `cost/lowerings.py` prices it, `run/shard_parts.py` does it.
+selective recomputation; `cost/comm/lowerings.py` prices it, `run/sharded/parts.py` does it.
 """
 
 from __future__ import annotations

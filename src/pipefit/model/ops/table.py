@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from pipefit.model.ops.kind import OperatorKind
 
-_MACHINERY = {"kind", "passing", "regions", "saved", "table", "totals"}
+_MACHINERY = {"kind", "table"}
 
 
 def _discover() -> Mapping[str, OperatorKind]:

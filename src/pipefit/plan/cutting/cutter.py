@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
-from pipefit.cost.memory_lanes import holdings
-from pipefit.cost.network import Network
-from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import layer_costs
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import LayerCosts
+from pipefit.cost.memory.lanes import holdings
+from pipefit.cost.pipeline.table import layer_costs
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, STATE_BYTES, WORKSPACE_BYTES
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute, StageWork
 from pipefit.layout import Group, split
-from pipefit.plan.bounds import flights
+from pipefit.plan.assemble.shard_programs import Programs, own_shares
+from pipefit.plan.assemble.structure import make_groups
+from pipefit.plan.bounds.sliced_bounds import sliced_flights
+from pipefit.plan.bounds.step_bounds import flights
 from pipefit.plan.cutting.balance import balanced, lane_times
 from pipefit.plan.cutting.partition import partition, some_partition_fits
 from pipefit.plan.cutting.rows import (
@@ -33,12 +36,9 @@ from pipefit.plan.cutting.rows import (
     stacked,
     stages_by_row,
 )
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.fleet import Fleet, Pair
-from pipefit.plan.mixed import Kinds
-from pipefit.plan.sharded import Programs, own_shares
-from pipefit.plan.sliced.bounds import sliced_flights
-from pipefit.plan.structure import make_groups
+from pipefit.plan.devices.device_kinds import Kinds
+from pipefit.plan.devices.fleet import Fleet, Pair
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
 
 
@@ -82,7 +82,7 @@ class Cutter:
         self.layers = layers
         self.fleet = Fleet(network)
         self.slicers: dict[object, Any] = {}
-        "How searches on these costs cut sequences: see `plan/sliced/slicer.py`, which needs a cutter."
+        "How searches on these costs cut sequences: see `plan/candidates/slicings.py`, which needs a cutter."
         self._rows: dict[object, LayerRow] = {}
         self._plain: dict[object, LayerRow] = {}
         self._counted: dict[object, tuple[Array, Array]] = {}

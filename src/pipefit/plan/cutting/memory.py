@@ -1,7 +1,7 @@
 """What every lane needs with one order of the work and any cut of the layers, without a cost table for each cut.
 
 The order of a lane decides what it holds at every moment; the cut only says how much that is. So the order is read
-once, and a cut is a table of a few numbers a stage (`cost/stage_memory.py`). Transfers are not counted: their buffers
+once, and a cut is a table of a few numbers a stage (`cost/memory/stage.py`). Transfers are not counted: their buffers
 depend on when things happen.
 """
 
@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.memory import WORKSPACE_BYTES
-from pipefit.cost.stage_memory import stage_memory
+from pipefit.cost.memory.stage import stage_memory
+from pipefit.cost.static_memory import WORKSPACE_BYTES
 from pipefit.cost.types import Array
 from pipefit.plan.cutting.rows import LayerRow
 from pipefit.schedule.actions import Schedule

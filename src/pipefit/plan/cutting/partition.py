@@ -3,7 +3,7 @@
 A stage is a run [i, j) of layers. The cut minimises the time of the slowest stage; among all cuts that reach it, the
 largest memory of a stage; among those, the earliest cut positions. Stages may have different devices, so costs are
 rows [stage][layer]. The method is the min-max recursion of AMP and PipeDream, run once per objective. The loops are
-written once, to run as plain Python and compiled by numba (`schedule/kernel.py`).
+written once, to run as plain Python and compiled by numba (`schedule/taskgraph/kernel.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.schedule.kernel import choose
+from pipefit.schedule.taskgraph.kernel import choose
 
 Array = NDArray[np.float64]
 

@@ -16,19 +16,19 @@ import numpy as np
 
 from pipefit.cost.types import Array, CostTable, EdgeCost
 from pipefit.errors import ScheduleError
-from pipefit.plan.bounds import FACTS
+from pipefit.plan.assemble.order import computed_schedule, edge_keys
+from pipefit.plan.assemble.pipeline_work import Parts
+from pipefit.plan.bounds.step_bounds import FACTS
 from pipefit.plan.cutting.balance import balanced
 from pipefit.plan.cutting.cutter import Cutter, cut_at
 from pipefit.plan.cutting.memory import CutMemory
 from pipefit.plan.cutting.rows import LayerRow
-from pipefit.plan.decisions import Decisions
-from pipefit.plan.order import computed_schedule, edge_keys
+from pipefit.plan.request.decisions import Decisions
 from pipefit.plan.types import Job
-from pipefit.plan.work import Parts
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.compile import task_graph
-from pipefit.schedule.table import CODE, SEND_B, SEND_F
-from pipefit.schedule.times import durations, run_sweep
+from pipefit.schedule.taskgraph.compile import task_graph
+from pipefit.schedule.taskgraph.table import CODE, SEND_B, SEND_F
+from pipefit.schedule.taskgraph.times import durations, run_sweep
 
 Bounds = tuple[int, ...]
 

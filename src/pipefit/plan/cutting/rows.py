@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipefit.cost.roofline import LayerCost
-from pipefit.cost.stage_memory import stage_memory
+from pipefit.cost.compute.roofline import LayerCost
+from pipefit.cost.memory.stage import stage_memory
 from pipefit.cost.types import Array
 
 Need = tuple[float, float]

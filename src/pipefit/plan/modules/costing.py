@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.cost.curves import stage_overhead_s
-from pipefit.cost.memory import GRADIENT_BYTES, WORKSPACE_BYTES, static_parts
-from pipefit.cost.network import Network
-from pipefit.cost.packed import as_sizes
-from pipefit.cost.roofline import LayerCost, LayerCosts
-from pipefit.cost.table import ACTION_OVERHEAD_S, layer_costs
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import stage_overhead_s
+from pipefit.cost.compute.packed_rows import as_sizes
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts
+from pipefit.cost.pipeline.table import ACTION_OVERHEAD_S, layer_costs
+from pipefit.cost.static_memory import GRADIENT_BYTES, WORKSPACE_BYTES, static_parts
 from pipefit.cost.types import Array
 from pipefit.cost.work import ParameterCounts, Recompute, StageWork
 from pipefit.errors import PlanError
 from pipefit.layout import Axis, Form, Group
 from pipefit.model.graph import Module
-from pipefit.plan.decisions import Decisions, Sharding
+from pipefit.plan.assemble.packed_rows import CONDITIONS, frozen_layers
+from pipefit.plan.assemble.shard_programs import LayerProgram, Programs
+from pipefit.plan.assemble.structure import can_pass
 from pipefit.plan.modules.profile import ModuleProfile, Way
-from pipefit.plan.modules.samples import Samples
-from pipefit.plan.ragged import CONDITIONS, frozen_layers
-from pipefit.plan.sharded import LayerProgram, Programs
-from pipefit.plan.structure import can_pass
+from pipefit.plan.request.decisions import Decisions, Sharding
+from pipefit.plan.request.sampled_batches import Samples
 from pipefit.plan.types import Job, SampleLoad
 
 SHARDINGS: tuple[Sharding, ...] = ("megatron-sp", "megatron")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
-from pipefit.plan.bounds import Ints
+from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.modules.options import Options, obeying, options_of
 from pipefit.plan.modules.orchestrate import NEAR, Arrangement, ModuleLayout, Orchestration, backbone_of
 from pipefit.plan.modules.profile import ModuleProfile, Way

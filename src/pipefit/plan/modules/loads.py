@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from pipefit.cost.types import Array
-from pipefit.plan.bounds import Ints
+from pipefit.plan.bounds.step_bounds import Ints
 
 KNOWN = 1 << 22
 """Values of filled bins that are remembered at most: 32 MiB."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
-from pipefit.plan.bounds import Ints
+from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.modules.profile import AllCuts, ModuleProfile
 
 UNBOUNDED = 1 << 30

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.work import Recompute
+from pipefit.plan.modules.device_division import NEAR as NEAR
+from pipefit.plan.modules.device_division import Kept, Known, Modules, Search
 from pipefit.plan.modules.profile import ModuleProfile
-from pipefit.plan.modules.search import NEAR as NEAR
-from pipefit.plan.modules.search import Kept, Known, Modules, Search
 
 FEW = 12
 """Layouts on the short list of a choice of who shares that is slower than another one."""

@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pipefit.plan.decisions import Decisions
+from pipefit.plan.evaluate.outcome import Evaluated
 from pipefit.plan.modules.costing import Costed
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.outcome import Evaluated
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
 
 ROUNDS = 8
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
 from pipefit.cost.work import Recompute
-from pipefit.plan.bounds import Ints
+from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.modules.loads import Dealer
 
 COMPARED = 3

@@ -1,344 +1,362 @@
-"""The search behind `orchestrate.py`: for one choice of who shares devices, the best layouts of all modules together.
+"""The best plans of a model of several modules: layouts by the closed form, then the simulator on sampled batches.
 
-Counts of microbatches are gone through by their bound, the lowest first, until that is too long. For a count, layouts
-of each module that can be part of a step short enough are put together from the end of the chain backwards, because
-stages further down keep more microbatches in flight in those before them.
+Every layout of the short list is made a plan on devices of its own for each module and tried (`trials.py`). The most
+promising ones are simulated on all sampled batches and with the orders of other schedule families; the mean over the
+batches decides (Entrain, arXiv 2605.27918: one plan for whole batches is enough).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipefit.cost.types import Array
-from pipefit.plan.bounds import Ints
-from pipefit.plan.modules.options import Best, Options, obeying, options_of, unbeaten
-from pipefit.plan.modules.profile import ModuleProfile
-from pipefit.plan.modules.sharing import Guest, Sharing
+from pipefit.cluster.topology import device_count
+from pipefit.plan.assemble.module_parts import host_order, within_hosts
+from pipefit.plan.evaluate.outcome import Evaluated, Found
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.modules.constraints_check import check_asked, inline_asked, sharing_asked
+from pipefit.plan.modules.costing import Costed, passes
+from pipefit.plan.modules.inline import inline_layouts
+from pipefit.plan.modules.notes import arranging_told, placements_told, shares_told
+from pipefit.plan.modules.orchestrate import Arrangement, ModuleLayout, backbone_of, can_share, orchestrate
+from pipefit.plan.modules.polish import neighbours, polished
+from pipefit.plan.modules.trials import Trials, best_of_each, best_of_grids, busiest_s, plain
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import Arrange, Samples
+from pipefit.plan.types import Arranging, Job
+from pipefit.units import format_seconds
 
-NEAR = 0.15
-"""How much longer the step of a layout on the short list may be than the best one's, as a part of it."""
+SHORT, ACTIONS = 60, 120_000
+"""Layouts that are simulated: at most so many, fewer when their actions come to so many."""
 
-LOOKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, float("inf"))
-"""How far above the bound layouts are looked for, one after the other."""
+EACH = 12
+"""Layouts of every choice of modules that share devices that are simulated at least."""
 
-PAIRS = 1 << 16
-"""Layouts of two modules that are put together at once."""
+ORDERED, BEST, TRIED = 12, 4, 24
+"""Layouts that are simulated with the orders of OTHERS as well; plans that fit on every sampled batch; those that are
+tried for these, or as many as it takes to find one."""
 
-ROUNDING = 1 - 1e-12
-"""Bounds are this part of what they come to: sums in another order may differ so much."""
+TIGHTER, SPARE, MISSES, FEWER = 6, 0.02, 20, 5
+"""How often the short list is made again with more memory kept free because nothing of it fits in one of the
+placements, the least part of the memory that is then kept free, and after how many layouts that do not fit; FEWER: of a
+placement, where another one has some that do."""
 
-Key = tuple[int, int, int, tuple[int, ...]]
-"""(way, row, replicas, ways of the guests) of a module."""
+AROUND = 4_000
+"""Actions of a layout up to which what is next to it is simulated as well (`polish.py`)."""
 
-Kept = tuple[float, int, int, tuple[Key, ...]]
-"""Minus the step, minus devices, minus microbatches, and the keys of the modules with devices of their own."""
+OTHERS = ("eager-1f1b", "zb-h1")
+"""Families that are tried beside 1F1B; their placement is a stage a lane."""
 
+BESIDE = (("eager-1f1b", 2), ("1f1b", 1))
+"""(family, units ahead) for layouts with guests: the first one that fits. A pipeline with room between its forwards and
+backwards bears what is put in between."""
 
-class Modules:
-    """What is to be laid out: modules with devices of their own, and guests of the backbone."""
-
-    def __init__(
-        self,
-        profiles: Sequence[ModuleProfile],
-        backbone: int,
-        devices: int,
-        batch: int,
-        limit_bytes: float,
-        passes: Sequence[NDArray[np.bool_]],
-        fixed: Mapping[str, Mapping[str, int]],
-        guests: frozenset[str],
-    ) -> None:
-        self.whole, self.fixed = tuple(profiles), fixed
-        self.devices, self.batch, self.limit_bytes = devices, batch, limit_bytes
-        between = [*passes]
-        self.guests: list[Guest] = []
-        for place in (0, len(profiles) - 1):
-            if profiles[place].name in guests:
-                feeds = place < backbone
-                own = (between.pop(0) if feeds else between.pop().T) if between else None
-                given = fixed.get(profiles[place].name, {})
-                replicas, multiple = given.get("replicas", 0), given.get("multiple", 1)
-                guest = Guest(profile=profiles[place], feeds=feeds, passes=own, fixed=replicas, multiple=multiple)
-                self.guests.append(guest)
-        self.passes: Sequence[NDArray[np.bool_]] = between
-        self.own = [one for one in profiles if one.name not in guests]
-        self.backbone = self.own.index(profiles[backbone])
-        work = [batch * one.mean * float((one.whole.shards * one.whole.sample_s).min()) for one in profiles]
-        self.work_s = sum(work) / devices
-        "Less than any step: all devices share all work."
+BESIDE_OTHERS = (("1f1b", 4), ("eager-1f1b", 4), ("zb-h1", 2), ("zb-h1", 4))
+"""Those that are tried with the best of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Of a module's layouts, the fewest devices that it takes to have no stage slower than so much."""
+class Settled(NamedTuple):
+    """Of a plan that was simulated on all sampled batches."""
 
-    slowest_s: Array
-    devices: Array
-    best: Best
-    "Of all of them."
-
-    @staticmethod
-    def of(options: Options) -> Frontier:
-        order = np.argsort(options.slowest_s)
-        devices = np.minimum.accumulate(options.devices[order]).astype(np.float64)
-        fewer = np.flatnonzero(np.diff(devices, prepend=np.inf))
-        return Frontier(options.slowest_s[order[fewer]], devices[fewer], options.best)
-
-    def taken(self, slowest_s: Array) -> Array:
-        """Devices, for each of these."""
-        place = np.searchsorted(self.slowest_s, slowest_s, "right") - 1
-        found: Array = np.where(place >= 0, self.devices[place], np.inf)
-        return found
+    step_s: float
+    "The mean over them."
+    order: bool
+    "Whether its microbatches are put in order: whether they are faster so."
+    before: Evaluated
+    "It on the first batch, microbatches as they stand, as plans are compared that were tried on that alone."
 
 
-def relaxed_s(frontiers: Sequence[Frontier], microbatches: int, devices: int) -> float:
-    """Less than any step with these layouts: the least slowest stage that the devices allow if nothing else mattered,
-    and the best of everything else."""
-    ends = np.sort(np.concatenate([one.slowest_s for one in frontiers]))
-    enough = sum((one.taken(ends) for one in frontiers), np.zeros(len(ends))) <= devices
-    if not enough[-1]:
-        return float("inf")
-    slowest_s, through_s = float(ends[enough.argmax()]), sum(one.best.through_s for one in frontiers)
-    return (through_s + (microbatches - 1) * slowest_s + max(one.best.reduce_s for one in frontiers)) * ROUNDING
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulesFound:
+    """What was found, and how."""
+
+    found: Found
+    arranging: Arranging
+    "Of the best plan."
+    mean_s: Mapping[int, float]
+    "Over all batches, of plans that were simulated on all of them, by their identity."
+    notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is worked out once for all choices of who shares, by module and count of microbatches."""
-
-    options: dict[tuple[str, int], Options] = field(default_factory=dict)
-    frontiers: dict[tuple[str, int], Frontier] = field(default_factory=dict)
-
-    def of(self, modules: Modules, profile: ModuleProfile, microbatches: int) -> Options:
-        """The layouts of a module with devices of its own."""
-        key, own = (profile.name, microbatches), modules.fixed.get(profile.name, {})
-        if key not in self.options:
-            samples = modules.batch // microbatches
-            found = options_of(profile, microbatches, samples, modules.devices, modules.limit_bytes, own)
-            self.options[key] = obeying(found, own)
-        return self.options[key]
-
-    def frontier(self, modules: Modules, profile: ModuleProfile, microbatches: int) -> Frontier:
-        """Of those."""
-        key = (profile.name, microbatches)
-        if key not in self.frontiers:
-            self.frontiers[key] = Frontier.of(self.of(modules, profile, microbatches))
-        return self.frontiers[key]
+def modules_found(
+    bench: Workbench, job: Job, pins: Mapping[str, Any], samples: Samples, arrange: Arrange, progress: Any = None
+) -> ModulesFound:
+    """The best plans under `pins`, the fastest over all sampled batches first. Raises PlanError for pins that mean
+    nothing here, and DoesNotFitError."""
+    check_asked(bench.model, job, pins, samples, device_count(bench.cluster))
+    finder = _Finder(bench, job, pins, samples, arrange)
+    finder.look(progress)
+    if not finder.trials.fitting:
+        raise finder.trials.nothing(pinned=bool(pins))
+    return finder.result()
 
 
-class Search:
-    """Keeps the best combinations so far: a heap with the worst of them on top; `few` while they are slower than
-    `fastest_s`, `top` else."""
+class _Finder:
+    def __init__(self, bench: Workbench, job: Job, pins: Mapping[str, Any], samples: Samples, arrange: Arrange) -> None:
+        own = {module.name: _of(pins, module.name) for module in bench.model.modules}
+        self.bench, self.job, self.pins = bench, job, pins
+        self.trials = Trials(bench, job, own, samples, arrange, pins.get("balance", True))
+        self.orders_tried = (pins["order"],) if "order" in pins else (False, True)
+        "Whether microbatches change places in their pipelines: what of it is tried."
+        self.settled: dict[int, Settled] = {}
+        "What is known of what was simulated on all sampled batches, by its identity."
+        self.combined = self.considered = 0
+        self.closed_s = float("inf")
+        self.fixed = {
+            name: {key: len(value) if key == "replicas" else value for key, value in each.items() if key in FIXED}
+            for name, each in own.items()
+        }
+        each = {module.name: samples.images_each(module.space) for module in bench.model.modules}
+        self.images = {name: count for name, count in each.items() if count}
+        "Of modules whose samples' images are known, how many an average sample has."
+        profiles = [one.profile for one in self.trials.costed]
+        self.backbone = profiles[backbone_of(profiles)].name
+        able = can_share(profiles)
+        self.inline = inline_asked(pins, list(own), able)
+        "Whether layouts with the other modules in line with the backbone are looked at."
+        alone = "inline" in pins.values()
+        self.sharing = [] if alone else sharing_asked(pins, list(own), able)
 
-    def __init__(self, modules: Modules, known: Known, top: int, few: int, fastest_s: float) -> None:
-        self.modules, self.known, self.top, self.few, self.fastest_s = modules, known, top, few, fastest_s
-        self.kept: list[Kept] = []
-        self.seen: set[Kept] = set()
-        self.best_s = np.inf
-        self.given_up = False
-        "Whether layouts were because a few were enough."
-        self.considered = self.combined = 0
-
-    @property
-    def until_s(self) -> float:
-        """What a step may take to be kept."""
-        near = self.best_s * (1 + NEAR)
-        return min(near, -self.kept[0][0]) if len(self.kept) >= self.most else near
-
-    @property
-    def most(self) -> int:
-        """How many layouts are kept."""
-        return self.top if self.best_s <= self.fastest_s else self.few
-
-    @property
-    def cut_short(self) -> bool:
-        """Whether there may be more layouts that belong to the `top` ones."""
-        return self.given_up and self.best_s <= self.fastest_s
-
-    def run(self, counts: Iterable[int]) -> None:
-        """Go through these counts of microbatches."""
-        bounds = sorted((self.bound_s(count), count) for count in counts)
-        bounds = [one for one in bounds if one[0] < np.inf]
-        for share in LOOKS if bounds else ():  # narrow looks first: what they find makes the wider ones short
-            within_s = bounds[0][0] * (1 + share)
-            for bound_s, count in bounds:
-                until_s = min(self.until_s, within_s)
-                if bound_s > until_s:
-                    break
-                self.look(count, until_s)
-            if within_s >= self.until_s:
-                return
-
-    def found(self) -> list[Kept]:
-        """What was kept, the fastest first, of equally fast ones that with fewer devices."""
-        return [one for one in sorted(self.kept, reverse=True) if -one[0] <= self.best_s * (1 + NEAR)]
-
-    def bound_s(self, microbatches: int) -> float:
-        """Less than any step of so many microbatches: as if nobody shared, and as if all devices shared all work."""
-        modules = self.modules
-        if not all(self.known.of(modules, one, microbatches).size for one in modules.own):
-            return float("inf")
-        frontiers = [self.known.frontier(modules, one, microbatches) for one in modules.own]
-        found = relaxed_s(frontiers, microbatches, modules.devices)
-        return max(found, modules.work_s * ROUNDING)
-
-    def look(self, microbatches: int, until_s: float) -> None:
-        """Combine the layouts of all modules for one count of microbatches to steps of at most this."""
-        modules = self.modules
-        plain = [self.known.of(modules, one, microbatches) for one in modules.own]
-        options = self._promising(plain, microbatches, until_s)
-        if options is not None and modules.guests:
-            options = self._with_guests(options, microbatches, until_s)
-        if options is not None:
-            options = [unbeaten(one, bool(modules.passes)) for one in options]
-            self._combine(options, microbatches, len(options) - 1, _Chosen())
-
-    def _with_guests(self, options: list[Options], microbatches: int, until_s: float) -> list[Options] | None:
-        """With every way of the guests in the backbone's layouts, their memory among it."""
-        modules, backbone, samples = self.modules, self.modules.backbone, self.modules.batch // microbatches
-        sharing = Sharing(modules.own[backbone], modules.guests, microbatches, samples, modules.limit_bytes)
-        plain = options[backbone]
-        options[backbone] = sharing.least(plain)
-        promising = self._promising(options, microbatches, until_s) if options[backbone].size else None
-        if promising is None:
-            return None
-        promising[backbone] = sharing.expanded(plain.only(promising[backbone].beside[:, 0]))
-        self.considered += promising[backbone].size
-        found = self._promising(promising, microbatches, until_s) if promising[backbone].size else None
-        if found is None:
-            return None
-        behind = sum(int(one.stages.max()) for one in found[backbone + 1 :])
-        found[backbone] = sharing.fitting(found[backbone], behind)
-        return self._promising(found, microbatches, until_s) if found[backbone].size else None
-
-    def _promising(self, options: Sequence[Options], microbatches: int, until_s: float) -> list[Options] | None:
-        """The options that may be part of a step of at most this; None if of some module there are none."""
-        left = list(options)
-        while True:
-            size = sum(one.size for one in left)
-            for place, one in enumerate(left):
-                others = [other for at, other in enumerate(left) if at != place]
-                step_s = _Chosen().all_best(others).step_s(one, microbatches)
-                spare = self.modules.devices - sum(other.best.devices for other in others)
-                fits = np.flatnonzero((one.devices <= spare) & (step_s <= until_s))
-                if not len(fits):
-                    return None
-                if len(fits) < one.size:
-                    left[place] = one.only(fits)
-            if sum(one.size for one in left) == size:
-                return left
-
-    def _combine(self, options: Sequence[Options], microbatches: int, place: int, chosen: _Chosen) -> None:
-        """Every option of module `place` with those of the modules before, given what was chosen for those behind."""
-        modules, own, before = self.modules, options[place], options[:place]
-        least = sum(one.best.devices for one in before)
-        fits = (own.room >= chosen.stages) & (own.devices + chosen.devices + least <= modules.devices)
-        if modules.passes and chosen.keys:
-            fits &= modules.passes[place][own.way, chosen.keys[0][0]]
-        step_s = chosen.all_best(before).step_s(own, microbatches)
-        order = np.flatnonzero(fits & (step_s <= self.until_s))
-        order = order[np.argsort(step_s[order], kind="stable")]
-        if place == 1:
-            at_once = max(1, PAIRS // before[0].size)
-            for start in range(0, len(order), at_once):
-                if step_s[order[start]] > self.until_s:
-                    break
-                self._pairs(before[0], own, order[start : start + at_once], microbatches, chosen)
-            return
-        for index in order.tolist():
-            if step_s[index] > self.until_s:
+    def look(self, progress: Any) -> None:
+        """Simulate the short list, with more memory kept free as long as nothing of it fits in one of the placements;
+        then the best of it in other orders, and on every batch."""
+        limit = min(float(kind.memory_bytes) for kind in self.bench.network.kinds)
+        spare = 0.0
+        for _ in range(TIGHTER):
+            known = len(self.trials.misfits)
+            self.simulate_all(self.short_list(limit - spare), progress)
+            lacking = [one.peak_bytes - one.limit_bytes for one in self.trials.misfits[known:]]
+            fit = {frozenset(plain(one).placed) for one in self.trials.fitting}
+            if not lacking or all(frozenset(choice.items()) in fit for choice in self.choices()):
                 break
-            more = chosen.with_(own, index)
-            if place:
-                self._combine(options, microbatches, place - 1, more)
+            spare = max(2 * spare, min(lacking), SPARE * limit)
+        self.reorder()
+        for start in best_of_each(best_of_grids(self.trials.fitting), 1):
+            polished(start, self.around)
+        self.settle()
+        if self.trials.fitting:
+            polished(self.settled[id(self.trials.fitting[0])].before, self.around)
+            self.settle()
+
+    def around(self, one: Evaluated) -> list[Evaluated]:
+        """What differs from it in one thing, as far as it fits; nothing where its actions come to too many."""
+        decisions = plain(one)
+        if 2 * decisions.lanes * decisions.microbatches > AROUND:
+            return []
+        samples = self.job.batch // decisions.microbatches
+        others = neighbours(decisions, self.trials.costed, samples, self.images, self.pins)
+        return [made for other in others if (made := self.trials.simulate(other)) is not None]
+
+    def reorder(self) -> None:
+        """Simulate the best layouts in other orders, too, and of those without guests all whose busiest lane has less
+        to do than the best step takes, the least busy first, until their actions come to ACTIONS."""
+        known = list(self.trials.fitting)
+        best = {id(one): one for one in best_of_each(known, ORDERED)}
+        alone = [one for one in known if not plain(one).guests]
+        rest = sorted((one for one in alone if id(one) not in best), key=busiest_s)
+        actions = 0
+        for one in (*best.values(), *rest):
+            fastest_s = min(each.step_s for each in self.trials.fitting)
+            if id(one) not in best and (busiest_s(one) >= fastest_s or actions > ACTIONS):
+                break
+            others = self.others(plain(one))
+            actions += 2 * one.decisions.lanes * one.decisions.microbatches * len(others)
+            for other in others:
+                self.trials.simulate(other)
+
+    def others(self, decisions: ModuleDecisions) -> list[ModuleDecisions]:
+        """The same layout in other orders, as far as none is pinned."""
+        if not decisions.guests:
+            names = OTHERS if "schedule" not in self.pins else ()
+            return [replace(decisions, schedule=name) for name in names]
+        return [one for one in self.orders(decisions, BESIDE_OTHERS) if one != decisions]
+
+    def orders(self, decisions: ModuleDecisions, of: Sequence[tuple[str, int]]) -> list[ModuleDecisions]:
+        """The layout, which has guests, in these orders with what is pinned in place of theirs."""
+        found = {
+            (self.pins.get("schedule", name), self.pins.get("ahead", ahead)): None for name, ahead in of
+        }  # in their order, each once
+        return [replace(decisions, schedule=name, ahead=ahead) for name, ahead in found]
+
+    def short_list(self, limit_bytes: float) -> tuple[Arrangement, ...]:
+        """The best layouts by the closed form, within this memory."""
+        count = device_count(self.bench.cluster)
+        asked: dict[str, Any] = {
+            "counts": [self.pins["microbatches"]] if "microbatches" in self.pins else None,
+            "passes": [passes(one, two) for one, two in pairwise(self.trials.costed)],
+            "fixed": self.fixed,
+        }
+        given = (
+            [one.profile for one in self.trials.costed],
+            min(self.pins.get("devices", count), count),
+            self.job.batch,
+            limit_bytes,
+        )
+        found = orchestrate(*given, top=SHORT, sharing=self.sharing, **asked)
+        inline = inline_layouts(*given, **asked) if self.inline else None
+        for each in filter(None, (found, inline)):
+            self.considered += each.considered
+            self.combined += each.combined
+            self.closed_s = min([self.closed_s, *(layout.step_s for layout in each.best[:1])])
+        counts: Counter[frozenset[str]] = Counter()
+        chosen = []
+        for place, one in enumerate(found.best):
+            counts[one.guests] += 1
+            if place < SHORT or counts[one.guests] <= EACH:
+                chosen.append(one)
+        chosen += inline.best if inline else ()
+        return tuple(sorted(chosen, key=lambda one: one.step_s))
+
+    def simulate_all(self, layouts: Sequence[Arrangement], progress: Any) -> None:
+        """One after the other until their actions come to ACTIONS; then, too, of every placement of which nothing fits
+        yet, until something does or MISSES (FEWER) do not. Where the list is made again, of these placements alone."""
+        actions, misses = 0, Counter[object]()
+        fit = {frozenset(plain(one).placed) for one in self.trials.fitting}
+        again = frozenset(fit)
+        for place, layout in enumerate(layouts):
+            decisions = self.decisions(layout)
+            if decisions is None:
+                continue
+            placement = frozenset(decisions.placed)
+            lacking = misses[placement] < FEWER if fit else misses.total() < MISSES
+            if placement in again or not (actions <= ACTIONS if placement in fit else lacking):
+                continue
+            actions += 2 * (decisions.lanes + len(decisions.guests)) * decisions.microbatches
+            tried = self.orders(decisions, BESIDE) if decisions.guests else [decisions]
+            if any(self.trials.simulate(one) is not None for one in tried):
+                fit.add(placement)
             else:
-                self._keep(float(step_s[index]), microbatches, more)
+                misses[placement] += 1
+            if progress is not None:
+                best_s = min((one.step_s for one in self.trials.fitting), default=None)
+                progress(len(layouts) - place - 1, self.trials.simulated, best_s)
 
-    def _pairs(self, first: Options, second: Options, index: Ints, microbatches: int, chosen: _Chosen) -> None:
-        """Options of the first module with these of the second one, given what was chosen for those behind."""
-        second_s = chosen.through_s + second.through_s[index]
-        slowest_s = np.maximum(chosen.slowest_s, second.slowest_s[index])
-        reduce_s = np.maximum(chosen.reduce_s, second.reduce_s[index])
-        step_s = (
-            (second_s[:, None] + first.through_s)
-            + (microbatches - 1) * np.maximum(first.slowest_s, slowest_s[:, None])
-            + np.maximum(first.reduce_s, reduce_s[:, None])
-        )
-        fits = step_s <= self.until_s
-        fits &= (chosen.devices + second.devices[index])[:, None] + first.devices <= self.modules.devices
-        fits &= first.room >= (chosen.stages + second.stages[index])[:, None]
-        if self.modules.passes:
-            fits &= self.modules.passes[0][first.way[None, :], second.way[index][:, None]]
-        rows, columns = np.nonzero(fits)
-        found_s = step_s[rows, columns]
-        for place in np.argsort(found_s, kind="stable").tolist():
-            if found_s[place] > self.until_s:
+    def settle(self) -> None:
+        """The order of the best that fit on all sampled batches, by their mean over these, with their microbatches as
+        they stand or put in order; those that do not fit on all are left out. As long as one that was not tried is
+        faster on the batch shown than the best of these on all, it is tried, too: what is left out may have been
+        fast."""
+        settled = [one for one in self.trials.fitting if id(one) in self.settled]
+        tried = {id(one) for one in settled}
+        while len(tried) < TRIED or not settled:
+            rest = [one for one in self.trials.fitting if id(one) not in tried]
+            best_s = min((self.settled[id(one)].step_s for one in settled), default=float("inf"))
+            faster = [one for one in sorted(rest, key=lambda one: one.rank)[:1] if one.step_s < best_s]
+            left = best_of_each(rest, BEST - len(settled)) if len(settled) < BEST else faster
+            if not left:
                 break
-            both = chosen.with_(second, int(index[rows[place]])).with_(first, int(columns[place]))
-            self._keep(float(found_s[place]), microbatches, both)
+            for one in left:
+                tried.add(id(one))
+                made = {order: self.trials.on_all(one, order) for order in self.orders_tried}
+                means_s = {order: float(np.mean([each.step_s for each in own])) for order, own in made.items() if own}
+                if means_s:
+                    wanted = not plain(one).guests  # whose order of actions is made for microbatches as they stand
+                    order = min(means_s, key=lambda order: (means_s[order], order != wanted))
+                    self.settled[id(made[order][0])] = Settled(means_s[order], order, one)
+                    settled.append(made[order][0])
+        rest = [one for one in self.trials.fitting if id(one) not in tried]
+        settled.sort(key=lambda one: (self.settled[id(one)].step_s, one.rank))
+        self.trials.fitting = [*settled, *sorted(rest, key=lambda one: one.rank)]
 
-    def _keep(self, step_s: float, microbatches: int, chosen: _Chosen) -> None:
-        item = (-step_s, -chosen.devices, -microbatches, chosen.keys)
-        self.combined += 1
-        if item in self.seen:
-            return
-        self.seen.add(item)
-        self.best_s = min(self.best_s, step_s)
-        if len(self.kept) < self.most:
-            heapq.heappush(self.kept, item)
-            return
-        self.given_up = self.given_up or self.most < self.top
-        if item > self.kept[0]:
-            heapq.heapreplace(self.kept, item)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What the modules at the end of the chain come to."""
-
-    through_s: float = 0.0
-    slowest_s: float = 0.0
-    reduce_s: float = 0.0
-    devices: int = 0
-    stages: int = 0
-    keys: tuple[Key, ...] = ()
-
-    def with_(self, options: Options, index: int) -> _Chosen:
-        """With one option more, of the module before."""
-        return _Chosen(
-            self.through_s + float(options.through_s[index]),
-            max(self.slowest_s, float(options.slowest_s[index])),
-            max(self.reduce_s, float(options.reduce_s[index])),
-            self.devices + int(options.devices[index]),
-            self.stages + int(options.stages[index]),
-            (_key(options, index), *self.keys),
+    def decisions(self, arrangement: Arrangement) -> ModuleDecisions | None:
+        """The choices that a layout stands for; None where its shard groups do not fit into the hosts."""
+        own = [layout for layout in arrangement.modules if not layout.shared and not layout.inline]
+        hosts = [host.devices for host in self.bench.cluster.hosts]
+        devices = host_order([(layout.devices, layout.shards) for layout in own], hosts)
+        if not devices:
+            return None
+        placed = dict(zip([layout.module for layout in own], devices, strict=True))
+        common = {
+            "microbatches": arrangement.microbatches,
+            "schedule": self.pins.get("schedule", "1f1b"),
+            "zero1": self.pins.get("zero1", True),
+        }
+        modules = tuple(
+            (layout.module, Decisions(**_own(layout, costed), devices=placed.get(layout.module, ()), **common))
+            for layout, costed in zip(arrangement.modules, self.trials.costed, strict=True)
         )
+        guests = tuple(layout.module for layout in arrangement.modules if layout.shared)
+        multiples = tuple((layout.module, layout.multiple) for layout in arrangement.modules if layout.multiple > 1)
+        divided = tuple(name for name in self.images if self.pins.get(f"{name}.divide") == "images")
+        made = ModuleDecisions(
+            **common, modules=modules, backbone=self.backbone, guests=guests, inline=arrangement.inline,
+            multiples=multiples, divided=divided,
+        )  # fmt: skip
+        return made if within_hosts(made, hosts) else None
 
-    def all_best(self, others: Sequence[Options]) -> _Chosen:
-        """With the best of everything that these modules have."""
-        return _Chosen(
-            self.through_s + sum(one.best.through_s for one in others),
-            max([self.slowest_s, *(one.best.slowest_s for one in others)]),
-            max([self.reduce_s, *(one.best.reduce_s for one in others)]),
+    def result(self) -> ModulesFound:
+        fitting, samples = self.trials.fitting, self.trials.samples
+        best = fitting[0]
+        mean_s, order, _ = self.settled[id(best)]
+        arranging = self.trials.arranging(plain(best), order)
+        told_apart = {_told(one): one for one in reversed(fitting)}
+        distinct = [one for one in fitting if told_apart[_told(one)] is one]
+        first = {plain(one).placed: one for one in reversed(distinct)}
+        others = sorted((one for one in first.values() if one is not best), key=lambda one: one.rank)
+        known = {id(best), *map(id, others)}
+        found = Found(
+            fitting=(best, *others, *(one for one in distinct if id(one) not in known)),
+            misfits=tuple(sorted(self.trials.misfits, key=lambda misfit: misfit.bound_s)),
+            unfit=len(self.trials.misfits),
+            lower_bound_s=self.trials.work_bound_s(),
+            open_bound_s=float("inf"),
+            considered=self.considered,
+            simulated=self.trials.simulated,
         )
-
-    def step_s(self, options: Options, microbatches: int) -> Array:
-        """The step with each of these options."""
-        slowest_s = np.maximum(options.slowest_s, self.slowest_s)
-        found: Array = (
-            self.through_s
-            + options.through_s
-            + (microbatches - 1) * slowest_s
-            + np.maximum(options.reduce_s, self.reduce_s)
+        notes = (
+            samples.note,
+            f"samples: {arranging_told(arranging)}",
+            f"modules: {shares_told(best)}",
+            *(
+                f"modules: {each}"
+                for each in placements_told(fitting, self.trials.misfits, self.choices(), self.backbone, self.mean_s())
+            ),
+            f"modules: {self.considered} layouts of single modules, {self.combined} of all together, the best by the "
+            f"closed form simulated: {SHORT}, and {EACH} at least of every choice of modules that share devices, until "
+            f"their actions come to {ACTIONS:,} and something of every placement fits",
+            f"step: {format_seconds(best.step_s)} for the batch shown, {format_seconds(mean_s)} on average over "
+            f"all {samples.batches} of them; the closed form says {format_seconds(self.closed_s)} at best",
         )
-        return found
+        return ModulesFound(found=found, arranging=arranging, mean_s=self.mean_s(), notes=notes)
+
+    def mean_s(self) -> dict[int, float]:
+        """The mean over all batches of what was simulated on all of them, by its identity."""
+        return {one: known.step_s for one, known in self.settled.items()}
+
+    def choices(self) -> list[Mapping[str, str]]:
+        """What was looked at: of every choice the modules on shared devices, each with its word."""
+        found: list[Mapping[str, str]] = [dict.fromkeys(guests, "shared") for guests in self.sharing]
+        names = [one.profile.name for one in self.trials.costed if one.profile.name != self.backbone]
+        return [*found, dict.fromkeys(names, "inline")] if self.inline else found
 
 
-def _key(options: Options, index: int) -> Key:
-    way, row, replicas = (int(column[index]) for column in (options.way, options.row, options.replicas))
-    return way, row, replicas, tuple(options.beside[index].tolist()) if options.beside.shape[1] else ()
+FIXED = ("replicas", "stages", "devices", "multiple")
+
+
+def _of(pins: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """The pins of one module."""
+    return {key.partition(".")[2]: value for key, value in pins.items() if key.startswith(f"{module}.")}
+
+
+def _told(one: Evaluated) -> tuple[object, ...]:
+    """What tells plans apart: their choices but for how far guests are ahead, and their steps."""
+    words = one.decisions.words(())
+    return (*(item for item in words.items() if item[0] not in ("ahead", "schedule")), one.step_s)
+
+
+def _own(layout: ModuleLayout, costed: Costed) -> dict[str, Any]:
+    way = next(way for way in costed.ways if (way.shards, way.recompute) == (layout.shards, layout.recompute))
+    return {
+        "stages": layout.stages,
+        "cuts": layout.cuts,
+        "replicas": (1,) * layout.replicas,
+        "shards": (1,) * layout.shards,
+        "sharding": way.sharding,
+        "recompute": (layout.recompute,),
+    }

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost.types import Array
-from pipefit.plan.bounds import Ints
+from pipefit.plan.bounds.step_bounds import Ints
 from pipefit.plan.modules.options import UNBOUNDED, Options
 from pipefit.plan.modules.profile import ModuleProfile
 

@@ -12,14 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 from pipefit.errors import DoesNotFitError, PlanError, ScheduleError
-from pipefit.plan.build import Workbench
-from pipefit.plan.evaluate import evaluate
+from pipefit.plan.assemble.module_parts import module_parts
+from pipefit.plan.assemble.structure import FormsError
+from pipefit.plan.evaluate.evaluate import evaluate
+from pipefit.plan.evaluate.outcome import Evaluated, Misfit
+from pipefit.plan.evaluate.planner_context import Workbench
 from pipefit.plan.modules.costing import Costed, Costing
-from pipefit.plan.modules.decisions import ModuleDecisions
-from pipefit.plan.modules.parts import module_parts
-from pipefit.plan.modules.samples import Arrange, Samples
-from pipefit.plan.outcome import Evaluated, Misfit
-from pipefit.plan.structure import FormsError
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.request.sampled_batches import Arrange, Samples
 from pipefit.plan.types import Arranging, Job, SampleLoad
 from pipefit.schedule.actions import Schedule
 from pipefit.units import format_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipefit.plan.placement import arena as names
+from pipefit.plan.placement.kernels import arena as names
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.shape import Question
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cluster.types import Cluster, Rail
-from pipefit.cost.curves import message_time_s
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import message_time_s
 from pipefit.cost.types import Array
 
 TICK_S = 1e-12

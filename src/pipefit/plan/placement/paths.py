@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from pipefit.cost.types import Array
 from pipefit.plan.placement.links import TICK_S, Ints
 from pipefit.plan.placement.shape import Question
-from pipefit.schedule.compile import TaskGraph
-from pipefit.schedule.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
-from pipefit.schedule.times import Times, run_sweep
+from pipefit.schedule.taskgraph.compile import TaskGraph
+from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, I, W
+from pipefit.schedule.taskgraph.times import Times, run_sweep
 from pipefit.simulate import Timeline
 from pipefit.simulate.path import critical_tasks
 

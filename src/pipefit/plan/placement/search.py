@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipefit.plan.placement.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
 from pipefit.plan.placement.chains import chain_arrays
-from pipefit.plan.placement.compile import functions
+from pipefit.plan.placement.kernels.arena import CONSTANT, DEVICE, LEADING, USED, VALUE, WEIGHT, X
+from pipefit.plan.placement.kernels.compile import functions
+from pipefit.plan.placement.kernels.state import CUTS, new_state, set_moves
 from pipefit.plan.placement.links import Ints
 from pipefit.plan.placement.paths import Paths
 from pipefit.plan.placement.shape import Question
@@ -32,7 +33,6 @@ from pipefit.plan.placement.starts import (
     tiled,
     tiles,
 )
-from pipefit.plan.placement.state import CUTS, new_state, set_moves
 from pipefit.simulate import Timeline
 
 PROBES = 24

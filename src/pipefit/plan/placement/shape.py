@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipefit.cost.collectives import all_reduce_s
-from pipefit.cost.memory import COMPUTE_BYTES, GRADIENT_BYTES
-from pipefit.cost.network import Network
-from pipefit.cost.overlap import left_lines
-from pipefit.cost.roofline import LayerCosts
-from pipefit.cost.table import beside_backward, shard_rings, slice_places, stage_cost
+from pipefit.cost.comm.collectives import all_reduce_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import LayerCosts
+from pipefit.cost.pipeline.overlap import left_lines
+from pipefit.cost.pipeline.table import beside_backward, shard_rings, slice_places, stage_cost
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
 from pipefit.cost.types import Array
 from pipefit.cost.work import PipelineWork, StageWork
 from pipefit.layout import Group

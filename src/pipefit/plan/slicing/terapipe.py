@@ -14,7 +14,7 @@ import numpy as np
 
 from pipefit.plan.slicing.bounds import NONE, Found, best_bound
 from pipefit.plan.slicing.cuts import Counts, Seconds, TimeOf, places_of
-from pipefit.schedule.kernel import choose
+from pipefit.schedule.taskgraph.kernel import choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import torch
 
 from pipefit.errors import ModelError
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.elementwise import type_of
 from pipefit.run.ops.shape import late_size
-from pipefit.run.stage_record import Record
 
 
 def function_of(target: str, where: str) -> Callable[..., Any]:

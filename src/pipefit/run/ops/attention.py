@@ -20,10 +20,10 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
-from pipefit.run.attention_kernels import Call, attend, attend_back, wide_of
+from pipefit.run.autograd.attention_kernels import Call, attend, attend_back, wide_of
+from pipefit.run.autograd.attention_mask import Sight
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.sight import Sight
-from pipefit.run.stage_record import Record
 
 
 class Sees(NamedTuple):

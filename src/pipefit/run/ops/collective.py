@@ -13,11 +13,11 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
-from pipefit.run import shard_comm
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.shape import late_size
-from pipefit.run.shard_parts import ShardContext
-from pipefit.run.stage_record import Record
+from pipefit.run.sharded import collectives as shard_comm
+from pipefit.run.sharded.parts import ShardContext
 
 
 def build_all_gather(operator: Operator, context: Context) -> Step:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.saved_forward import Deferred, Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
-from pipefit.run.stage_record import Deferred, Record
+from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
 
 
 class Window(NamedTuple):

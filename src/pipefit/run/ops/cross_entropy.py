@@ -15,7 +15,7 @@ import torch
 from pipefit.model.graph import Operator
 from pipefit.model.ops.cross_entropy import CHUNK_NUMBERS
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_talk import reduced
+from pipefit.run.sharded.internal_collectives import reduced
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """dropout(x) {p, index, by, cut}: zeros by a mask that depends on what the element is, not on where it is computed.
 
-x (B, T, ...). See `pipefit.run.random`. Off in evaluation. `cut` is written by a shard program: which part of the
-whole tensor this device holds. With `by` rows (whole models, where nothing says which dimension is that of tokens) the
-key counts the row and the element's place within it.
+x (B, T, ...). See `pipefit.run.autograd.random`. Off in evaluation. `cut` is written by a shard program: which part of
+the whole tensor this device holds. With `by` rows (whole models, where nothing says which dimension is that of tokens)
+the key counts the row and the element's place within it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.random import bits_of, feature_bits, keep_mask, key_of, token_bits
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.random import bits_of, feature_bits, keep_mask, key_of, token_bits
-from pipefit.run.stage_record import Record
 
 
 class _Dropout(torch.autograd.Function):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.attention_kernels import wide_of
-from pipefit.run.bicubic import TAPS, taps
+from pipefit.run.autograd.attention_kernels import wide_of
+from pipefit.run.autograd.bicubic import TAPS, taps
 from pipefit.run.ops import Context, Step
 
 

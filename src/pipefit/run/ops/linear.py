@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.saved_forward import Deferred, Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
-from pipefit.run.stage_record import Deferred, Record
+from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
 
 Accumulate = Callable[[Any, Any, torch.Tensor, torch.Tensor], None]
 """(weight, bias, x, dy) -> None: adds the gradients of the parameters that train to their buffers."""

@@ -13,11 +13,11 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.linear import accumulate_linear, linear
 from pipefit.run.ops.shape import late_size
-from pipefit.run.shard_parts import gather_parts
-from pipefit.run.stage_record import Record
+from pipefit.run.sharded.parts import gather_parts
 
 
 def build(operator: Operator, context: Context) -> Step:

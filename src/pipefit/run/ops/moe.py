@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.saved_forward import Deferred, Record
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.linear import add_product, linear
-from pipefit.run.shard_weights import add_gradient, leaf_of, whole_of
-from pipefit.run.stage_record import Deferred, Record
+from pipefit.run.sharded.weights import add_gradient, leaf_of, whole_of
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
 

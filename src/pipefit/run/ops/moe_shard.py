@@ -13,11 +13,11 @@ import torch
 
 from pipefit.lab.pace import exchanged
 from pipefit.model.graph import Operator
-from pipefit.run import comms
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.moe import ACTIVATIONS, linear, run_experts
-from pipefit.run.shard_parts import ShardContext
-from pipefit.run.stage_record import Record
+from pipefit.run.sharded.parts import ShardContext
+from pipefit.run.transfers import comms
 
 
 class _Exchange(torch.autograd.Function):

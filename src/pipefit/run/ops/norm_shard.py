@@ -15,8 +15,8 @@ import torch
 
 from pipefit.model.graph import Operator
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_parts import ShardContext
-from pipefit.run.shard_talk import reduced
+from pipefit.run.sharded.internal_collectives import reduced
+from pipefit.run.sharded.parts import ShardContext
 
 
 class _RmsNormShard(torch.autograd.Function):

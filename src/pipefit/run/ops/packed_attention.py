@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.attention_kernels import Call, attend, attend_back, wide_of
+from pipefit.run.autograd.attention_kernels import Call, attend, attend_back, wide_of
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.stage_record import Record
 
 
 class Span(NamedTuple):

@@ -14,11 +14,11 @@ from pipefit.lab.pace import exchanged
 from pipefit.layout import overlaps, split
 from pipefit.model.graph import Operator
 from pipefit.model.ops.reshare import shares_of
-from pipefit.run import comms
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
 from pipefit.run.ops.shape import late_size
-from pipefit.run.shard_parts import ShardContext, require_part
-from pipefit.run.stage_record import Record
+from pipefit.run.sharded.parts import ShardContext, require_part
+from pipefit.run.transfers import comms
 
 Counts = list[list[int]]
 """[device][device]: how much of the dimension goes from one to the other."""

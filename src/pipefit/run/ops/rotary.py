@@ -14,8 +14,8 @@ import torch
 from pipefit.codec import digest
 from pipefit.model.graph import Operator
 from pipefit.model.ops.rotary import frequencies
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.stage_record import Record
 
 
 def turn_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

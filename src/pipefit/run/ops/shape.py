@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import LOCAL, Operator, Size
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_parts import ShardContext
-from pipefit.run.stage_record import Record
+from pipefit.run.sharded.parts import ShardContext
 
 
 def build_reshape(operator: Operator, context: Context) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipefit.model.graph import Operator
-from pipefit.run.attention_kernels import wide_of
+from pipefit.run.autograd.attention_kernels import wide_of
 from pipefit.run.ops import Context, Step
 
 

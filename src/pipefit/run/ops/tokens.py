@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pipefit.model.graph import Operator
+from pipefit.run.autograd.saved_forward import Record
 from pipefit.run.ops import Context, Step
-from pipefit.run.stage_record import Record
 
 
 class _PutTokens(torch.autograd.Function):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pipefit.model.graph import Operator
 from pipefit.model.ops.exchange import lowering_of
 from pipefit.model.ops.unshard import gathers_of
-from pipefit.run import shard_comm
 from pipefit.run.ops import Context, Step
-from pipefit.run.shard_weights import Unsharded
+from pipefit.run.sharded import collectives as shard_comm
+from pipefit.run.sharded.weights import Unsharded
 
 
 def build(operator: Operator, context: Context) -> Step:

@@ -1,10 +1,10 @@
 """The schedule families: one file each, found by walking this package.
 
 A family's module defines `name` (what the user types), `build(problem) -> Schedule`, a pure function that returns a
-computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage per
-lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of them)
-`least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, where the planner is to try it
-only when it is asked for by name `searched = False`, where it is to try it for sequences in slices all the same
+computed schedule (compute actions only, to be lowered by `pipefit.schedule.lower`), where it is not one stage
+per lane `placement(devices)`, the placement that it is meant for, where it needs several microbatches (or slices of
+them) `least_units(lanes)`, the fewest, where it is a repeated building block `block(lanes)`, where the planner is to
+try it only when it is asked for by name `searched = False`, where it is to try it for sequences in slices all the same
 `searched_with_slices = True`, and where it knows stages that take turns (`Problem.turns`) `knows_turns = True`: for the
 others `schedule.multiplexed` puts such stages into the order that they make of the rest.
 """
@@ -15,10 +15,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
 
 from pipefit.errors import ScheduleError, most_like
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.blocks.building_block import BuildingBlock
 from pipefit.schedule.problem import Problem, linear
 
 
@@ -48,7 +49,7 @@ class Family:
                 where=self.name,
                 seen="stages that take turns, or several microbatches together",
                 allowed=", ".join(name for name, each in sorted(FAMILIES.items()) if each.knows_turns),
-                next_step="order the other stages with it, and put these in with pipefit.schedule.multiplexed",
+                next_step="order the other stages with it, and put these in with pipefit.schedule.modules.multiplexed",
             )
         return self.build(problem)
 
@@ -66,29 +67,47 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _find() -> Mapping[str, Family]:
-    found: dict[str, Family] = {}
-    for entry in pkgutil.iter_modules(__path__):
-        if entry.name.startswith("_"):
-            continue
-        module = importlib.import_module(f"{__name__}.{entry.name}")
-        assert module.name not in found, f"two families are called {module.name}"
-        found[module.name] = Family(
-            name=module.name,
-            build=module.build,
-            placement=getattr(module, "placement", linear),
-            least_units=getattr(module, "least_units", _one),
-            searched=getattr(module, "searched", True),
-            searched_with_slices=getattr(module, "searched_with_slices", getattr(module, "searched", True)),
-            knows_turns=getattr(module, "knows_turns", False),
-            block=getattr(module, "block", None),
+def register_family(module: ModuleType) -> Family:
+    """Add the family that a module defines to `FAMILIES`, and return it. Raises ScheduleError for a name that is taken.
+
+    Families stand in the order of their modules' names, whatever the order of registration, so that a search tries
+    them in one order everywhere.
+    """
+    if module.name in _modules and _modules[module.name][0] != module.__name__:
+        raise ScheduleError(
+            "Two schedule families have one name.",
+            where=module.__name__,
+            seen=module.name,
+            allowed=f"a name other than {', '.join(sorted(_modules))}",
         )
-    return found
+    family = Family(
+        name=module.name,
+        build=module.build,
+        placement=getattr(module, "placement", linear),
+        least_units=getattr(module, "least_units", _one_unit),
+        searched=getattr(module, "searched", True),
+        searched_with_slices=getattr(module, "searched_with_slices", getattr(module, "searched", True)),
+        knows_turns=getattr(module, "knows_turns", False),
+        block=getattr(module, "block", None),
+    )
+    _modules[family.name] = (module.__name__, family)
+    ordered = sorted(_modules.values(), key=lambda entry: entry[0].removesuffix(".family").rpartition(".")[2])
+    _families.clear()
+    _families.update({family.name: family for _, family in ordered})
+    return family
 
 
-def _one(lanes: int) -> int:
+def _one_unit(lanes: int) -> int:
     return 1
 
 
-FAMILIES: Mapping[str, Family] = _find()
+_modules: dict[str, tuple[str, Family]] = {}
+"""Name of a family -> (module, family)."""
+_families: dict[str, Family] = {}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(_families)
 """Every family by its name."""
+
+for _entry in pkgutil.iter_modules(__path__):
+    if not _entry.name.startswith("_"):
+        register_family(importlib.import_module(f"{__name__}.{_entry.name}"))

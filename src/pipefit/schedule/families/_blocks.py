@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Action, Schedule
-from pipefit.schedule.block import BuildingBlock
-from pipefit.schedule.block_passes import Lanes, actions, order_slices, repeat, squeeze
-from pipefit.schedule.block_pull import pull_forward
-from pipefit.schedule.block_reorder import peak, reorder_cool_down, reorder_warm_up, without_weights
+from pipefit.schedule.blocks.building_block import BuildingBlock
+from pipefit.schedule.blocks.passes import Lanes, actions, order_slices, repeat, squeeze
+from pipefit.schedule.blocks.pull import pull_forward
+from pipefit.schedule.blocks.reorder import peak, reorder_cool_down, reorder_warm_up, without_weights
 from pipefit.schedule.problem import Problem, vee
 
 Named = tuple[tuple[Action, ...], ...]

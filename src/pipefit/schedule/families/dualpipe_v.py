@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block_passes import Pass
-from pipefit.schedule.block_reorder import Sort
+from pipefit.schedule.blocks.passes import Pass
+from pipefit.schedule.blocks.reorder import Sort
 from pipefit.schedule.families._blocks import Named, require_vee, schedule, written
 from pipefit.schedule.problem import Problem, vee
 

@@ -8,7 +8,7 @@ smaller than that of 1F1B, too: with 8 lanes 33 slots in place of 42.
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.blocks.building_block import BuildingBlock
 from pipefit.schedule.families._blocks import pulled, require_vee, schedule
 from pipefit.schedule.problem import Problem, vee
 

@@ -8,7 +8,7 @@ unequal that W + 2 I < 2 F or W + 2 F < 2 I.
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock, place_weights
+from pipefit.schedule.blocks.building_block import BuildingBlock, place_weights
 from pipefit.schedule.families import v_zb
 from pipefit.schedule.families._blocks import controlled, require_vee, schedule
 from pipefit.schedule.problem import Problem, vee

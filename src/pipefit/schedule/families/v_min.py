@@ -9,7 +9,7 @@ period: with measured times it is often slower than 1F1B.
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock, place_weights
+from pipefit.schedule.blocks.building_block import BuildingBlock, place_weights
 from pipefit.schedule.families import v_zb
 from pipefit.schedule.families._blocks import controlled, require_vee, schedule
 from pipefit.schedule.problem import Problem, vee

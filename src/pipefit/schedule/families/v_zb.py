@@ -8,7 +8,7 @@ has enough microbatches (about 2d) idles between its first and its last action.
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock, place_weights
+from pipefit.schedule.blocks.building_block import BuildingBlock, place_weights
 from pipefit.schedule.families._blocks import controlled, require_vee, schedule
 from pipefit.schedule.problem import Problem, vee
 

@@ -8,7 +8,7 @@ place of (d - 1)(F + I + W): lane i puts its W's off by i microbatches.
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.blocks.building_block import BuildingBlock
 from pipefit.schedule.families._blocks import in_positions, repeated, schedule
 from pipefit.schedule.problem import Problem, linear
 

@@ -9,7 +9,7 @@ gradient norm does not allow.
 from __future__ import annotations
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block import BuildingBlock
+from pipefit.schedule.blocks.building_block import BuildingBlock
 from pipefit.schedule.families._blocks import in_positions, repeated, schedule
 from pipefit.schedule.problem import Problem, linear
 

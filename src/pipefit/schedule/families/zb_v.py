@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.block_passes import Pass, number
-from pipefit.schedule.block_reorder import Sort
+from pipefit.schedule.blocks.passes import Pass, number
+from pipefit.schedule.blocks.reorder import Sort
 from pipefit.schedule.families._blocks import Named, require_vee, schedule, written
 from pipefit.schedule.problem import Problem, vee
 

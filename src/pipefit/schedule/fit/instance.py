@@ -20,7 +20,7 @@ from pipefit.cost.types import ActionTable, CostTable
 from pipefit.errors import ScheduleError
 from pipefit.schedule.actions import COMPUTE, Action, Schedule
 from pipefit.schedule.problem import Edge, Problem
-from pipefit.schedule.times import edge_table, match_edges
+from pipefit.schedule.taskgraph.times import edge_table, match_edges
 
 Objective = Literal["makespan", "span"]
 Floats = NDArray[np.float64]

@@ -16,9 +16,9 @@ import numpy as np
 
 from pipefit.cost.types import ActionTable, CostTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule.fit.arrays import retimed, tables
 from pipefit.schedule.fit.instance import Instance, Objective
-from pipefit.schedule.fit.kernel import Tables
+from pipefit.schedule.fit.kernels.arrays import retimed, tables
+from pipefit.schedule.fit.kernels.sweep import Tables
 from pipefit.schedule.problem import Problem
 
 Choice: TypeAlias = tuple[str, ...]

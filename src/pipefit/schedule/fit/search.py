@@ -11,9 +11,14 @@ import numpy as np
 
 from pipefit.cost.types import CostTable
 from pipefit.errors import ScheduleError
-from pipefit.schedule.fit.arrays import PLAIN, Loops, compiled, state, tables
 from pipefit.schedule.fit.bounds import honest, lower_bound
-from pipefit.schedule.fit.construct import (
+from pipefit.schedule.fit.instance import Floats, Instance, Objective
+from pipefit.schedule.fit.kernels.arrays import PLAIN, Loops, compiled, state, tables
+from pipefit.schedule.fit.kernels.sweep import Tables
+from pipefit.schedule.fit.local.improve import Budget, improve, merge_neighbours, run
+from pipefit.schedule.fit.options import Choice, Mixture, check_options, choices, chosen
+from pipefit.schedule.fit.result import Fit
+from pipefit.schedule.fit.starts.construct import (
     FEW_SPEEDS,
     Builder,
     all_starts,
@@ -23,14 +28,9 @@ from pipefit.schedule.fit.construct import (
     swept,
     wishes,
 )
-from pipefit.schedule.fit.extend import extended, few, shortened
-from pipefit.schedule.fit.improve import Budget, improve, merge_neighbours, run
-from pipefit.schedule.fit.instance import Floats, Instance, Objective
-from pipefit.schedule.fit.kernel import Tables
-from pipefit.schedule.fit.options import Choice, Mixture, check_options, choices, chosen
-from pipefit.schedule.fit.periodic import repeating, tuned
-from pipefit.schedule.fit.result import Fit
-from pipefit.schedule.fit.start import Start
+from pipefit.schedule.fit.starts.extend import extended, few, shortened
+from pipefit.schedule.fit.starts.periodic import repeating, tuned
+from pipefit.schedule.fit.starts.start import Start
 from pipefit.schedule.fit.verify import Simulated, least_bytes, least_held, one_by_one
 from pipefit.schedule.problem import Problem
 
@@ -211,7 +211,7 @@ def _exactly(search: Search, tight: Instance, found: Start) -> tuple[Start, floa
     """What the exact solver makes of orders, and the bound that it proves where no limit was tightened."""
     if not search.exact_seconds:
         return found, 0.0
-    from pipefit.schedule.fit import exact
+    from pipefit.schedule.fit.exact import windows as exact
 
     made = exact.improve(tight, found.orders, search.exact_seconds, search.seed)
     better = replace(found, time_s=made.time_s, orders=made.orders, name=f"{found.name}, exact")

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.schedule.actions import Schedule
-from pipefit.schedule.fit.arrays import Loops, tables
-from pipefit.schedule.fit.construct import built, merge_choices
 from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, W, schedule_of
-from pipefit.schedule.fit.start import Start
-from pipefit.schedule.lower import lower
+from pipefit.schedule.fit.kernels.arrays import Loops, tables
+from pipefit.schedule.fit.starts.construct import built, merge_choices
+from pipefit.schedule.fit.starts.start import Start
+from pipefit.schedule.lowering.lower import lower
 from pipefit.schedule.problem import Problem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipefit.model.aten_splits import splits
+from pipefit.model.analysis.aten_splits import splits
 from pipefit.model.graph import Operator, Shape
 from pipefit.shard.rules import Cut, Labelled, whole
 

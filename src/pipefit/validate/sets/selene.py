@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pipefit.codec import load_text
-from pipefit.cost.memory import static_parts
-from pipefit.cost.network import Network
+from pipefit.cost.comm.network import Network
+from pipefit.cost.static_memory import static_parts
 from pipefit.cost.types import Array
 from pipefit.errors import FormatError
 from pipefit.model.graph import Graph

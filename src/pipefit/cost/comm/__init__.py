@@ -1,0 +1,1 @@
+"""Communication time: links, rings, direct collectives, lowerings of uneven collectives."""

@@ -1,0 +1,233 @@
+"""Links and ports of a cluster, prepared for many questions: one Network is made per search and asked again and again.
+
+A message takes the link's latency and its bytes over the link's bandwidth, or the time that the measured curve of that
+link gives for its size. Messages that leave one port at the same
+time share it: inside a host each device has its own port; between hosts the devices of a host share the port of the
+rail they send on, unless the rail says otherwise, or a profile found what ports and uplinks carry. Nothing here knows
+stages or plans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipefit.cluster.measured import Sharing
+from pipefit.cluster.topology import SELF, device_count, link_between, rail_index
+from pipefit.cluster.types import Cluster, DeviceKind, Link, is_processor
+from pipefit.cost.compute.curves import collective_factors, message_time_s, rail_message_time_s
+
+Port = tuple[str, int, int]
+"""("device", device, 0), ("host out" or "host in", host, rail), ("link", source x hosts + target, rail), or ("rack up"
+or "rack down", uplink, rail)."""
+
+
+OTHER_WAY = {"host out": "host in", "host in": "host out", "rack up": "rack down", "rack down": "rack up"}
+
+
+def opposite(port: Port, hosts: int) -> Port:
+    """What carries the other way, on a cluster of so many hosts; inside a host there is nothing apart for it, and the
+    port itself stands for that."""
+    name, number, rail = port
+    if name == "link":
+        return name, number % hosts * hosts + number // hosts, rail
+    return OTHER_WAY.get(name, name), number, rail
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTime:
+    """Of messages that start together."""
+
+    whole_s: float
+    "Until the last one has arrived."
+    port_s: float
+    "While the busiest port is busy: without the latency."
+
+
+FREE = TransferTime(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RingTime:
+    """What one step of several rings that run at the same time costs: the slowest hop decides."""
+
+    hops: int
+    "Devices of the longest ring."
+    latency_s: float
+    s_per_byte: float
+
+    def pass_s(self, total_bytes: float) -> float:
+        """One pass (an all-gather or a reduce-scatter of `total_bytes`): hops - 1 steps of an equal part each.
+
+        Formula: (n - 1) (latency + bytes / (n bandwidth)); Thakur, Rabenseifner and Gropp 2005, ring algorithm.
+        """
+        if self.hops <= 1:
+            return 0.0
+        return (self.hops - 1) * (self.latency_s + total_bytes / self.hops * self.s_per_byte)
+
+
+class Network:
+    """The links of one cluster, with memory of what was asked."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        count = device_count(cluster)
+        self.devices = count
+        self.host = tuple(number for number, host in enumerate(cluster.hosts) for _ in range(host.devices))
+        self.rail = tuple(rail_index(cluster, device) if cluster.rails else 0 for device in range(count))
+        self.kinds: tuple[DeviceKind, ...] = tuple(cluster.kinds[cluster.hosts[host].kind] for host in self.host)
+        self._links: dict[tuple[int, int, int], Link] = {}
+        self._alone: dict[tuple[int, int, int, float], TransferTime] = {}
+        "Of single messages, by hosts, rail and bytes."
+        self._rings: dict[tuple[tuple[int, ...], ...], RingTime] = {}
+        self.ways: dict[object, tuple[Any, ...]] = {}
+        "How the rings of a collective may be gone round: see `cost/comm/collectives.py`."
+        self.hops: dict[object, tuple[float, list[tuple[Port, float]]]] = {}
+        "What they load a byte: see `cost/pipeline/contention.py`."
+        self._factors: dict[tuple[str, int, bool], tuple[float, float]] = {}
+
+    @cached_property
+    def over_gloo(self) -> bool:
+        """Whether processes talk over gloo: the devices are processors, by their kind or as they were measured."""
+        known = self.cluster.provenance.environment
+        measured = self.cluster.measured is not None and "cpu" in known and "device" not in known
+        return measured or all(map(is_processor, self.kinds))
+
+    def link(self, source: int, target: int) -> Link:
+        """The way from one device to another."""
+        if source == target:
+            return SELF
+        key = (self.host[source], self.host[target], self.rail[source])
+        if key not in self._links:
+            self._links[key] = link_between(self.cluster, source, target)
+        return self._links[key]
+
+    def transfer(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
+        """The time of messages (source, target, bytes) that start together. Messages to oneself are free."""
+        if len(messages) != 1:
+            return self._together(messages)
+        source, target, size = messages[0]
+        if source == target:
+            return FREE
+        key = (self.host[source], self.host[target], self.rail[source], size)
+        if key not in self._alone:
+            self._alone[key] = self._together(messages)
+        return self._alone[key]
+
+    def _together(self, messages: Sequence[tuple[int, int, float]]) -> TransferTime:
+        busy: dict[Port, float] = defaultdict(float)
+        latency_s = 0.0
+        for source, target, size in messages:
+            link = self.link(source, target)
+            if link is SELF or size == 0:
+                continue
+            latency_s = max(latency_s, link.latency_s)
+            for port, seconds in self.loads(source, target, size, self.busy_s(source, target, size)):
+                busy[port] += seconds
+        port_s = max(busy.values(), default=0.0)
+        return TransferTime(latency_s + port_s, port_s)
+
+    def rings(self, rings: Sequence[Sequence[int]], backwards: bool = False) -> RingTime:
+        """One step of rings that run at the same time, each through its devices in ascending order, host by host, or
+        in descending order."""
+        key = tuple(tuple(sorted(ring, reverse=backwards)) for ring in rings if len(ring) > 1)
+        if key not in self._rings:
+            self._rings[key] = self._ring_time(key)
+        return self._rings[key]
+
+    def collective_factors(self, operation: str, size: int, inside: bool = False) -> tuple[float, float]:
+        """What the latency and the seconds per byte of a ring of `size` devices are multiplied by, where collectives
+        were measured: rings `inside` hosts by what rings inside a host showed, the others by what those between hosts
+        did, and each by those of the nearest size."""
+        key = (operation, size, inside)
+        if key not in self._factors:
+            measured = self.cluster.measured
+            if self.over_gloo and operation == "reduce_scatter" and not self.was_measured(operation):
+                self._factors[key] = 2.0, 2.0  # PyTorch's gloo backend sums it by an all-reduce
+            else:
+                self._factors[key] = (
+                    collective_factors(measured, operation, self.host, size, inside) if measured else (1.0, 1.0)
+                )
+        return self._factors[key]
+
+    def was_measured(self, operation: str) -> bool:
+        """Whether `pipefit profile` measured this collective."""
+        measured = self.cluster.measured
+        return measured is not None and any(curve.operation == operation for curve in measured.collectives)
+
+    def way(self, source: int, target: int) -> Port:
+        """What messages go over one after the other: the link between two hosts, or between two devices of one."""
+        a, b = self.host[source], self.host[target]
+        if a == b:
+            return ("device", source, target)
+        return ("link", a * len(self.cluster.hosts) + b, self.rail[source])
+
+    def inside(self, rings: Sequence[Sequence[int]]) -> bool:
+        """Whether each of these groups stands on one host."""
+        return all(len({self.host[device] for device in ring}) == 1 for ring in rings)
+
+    def _ring_time(self, rings: tuple[tuple[int, ...], ...]) -> RingTime:
+        load: dict[Port, float] = defaultdict(float)
+        latency_s = 0.0
+        for ring in rings:
+            for source, target in zip(ring, (*ring[1:], ring[0]), strict=True):
+                link = self.link(source, target)
+                latency_s = max(latency_s, link.latency_s)
+                for port, seconds in self.loads(source, target, 1.0, 1.0 / link.bandwidth_bytes_per_s):
+                    load[port] += seconds
+        return RingTime(max(map(len, rings), default=1), latency_s, max(load.values(), default=0.0))
+
+    def busy_s(self, source: int, target: int, size: float) -> float:
+        """Seconds that a message keeps its port busy, without the latency: by the measured curve of its link where
+        there is one, because bandwidth depends on the size; else bytes / bandwidth."""
+        link = self.link(source, target)
+        whole_s = self._measured_s(source, target, size)
+        return size / link.bandwidth_bytes_per_s if whole_s is None else max(0.0, whole_s - link.latency_s)
+
+    def _measured_s(self, source: int, target: int, size: float) -> float | None:
+        measured = self.cluster.measured
+        if measured is None:
+            return None
+        a, b = self.host[source], self.host[target]
+        if a == b:
+            inside = measured.links.get(self.cluster.hosts[a].link)
+            return None if inside is None else message_time_s(inside, size)
+        between = measured.rails.get(self.cluster.rails[self.rail[source]].name)
+        return None if between is None else rail_message_time_s(between, a, b, size)
+
+    def loads(self, source: int, target: int, size: float, link_s: float) -> list[tuple[Port, float]]:
+        """What a message loads, and for how many seconds: `link_s` is what it takes on its link alone.
+
+        Where `pipefit profile` found what messages share, the link itself, and the ports and uplinks that carry less
+        than all of their links together; else the ports of both hosts, which are as fast as the link.
+        """
+        a, b = self.host[source], self.host[target]
+        if a == b:
+            return [(("device", source, 0), link_s)]
+        rail = self.rail[source]
+        shared = self._sharing(rail)
+        if shared is None:
+            if not self.cluster.rails[rail].shared_ports:
+                return [(("device", source, 1), link_s)]
+            return [(("host out", a, rail), link_s), (("host in", b, rail), link_s)]
+        found: list[tuple[Port, float]] = [(("link", a * len(self.cluster.hosts) + b, rail), link_s)]
+        if shared.out_shared[a]:
+            found.append((("host out", a, rail), size / shared.out_bytes_per_s[a]))
+        if shared.in_shared[b]:
+            found.append((("host in", b, rail), size / shared.in_bytes_per_s[b]))
+        names = self.cluster.hosts[a].name, self.cluster.hosts[b].name
+        for number, uplink in enumerate(shared.uplinks):
+            from_here, to_here = (name in uplink.hosts for name in names)
+            if from_here and not to_here and uplink.up_bytes_per_s:
+                found.append((("rack up", number, rail), size / uplink.up_bytes_per_s))
+            if to_here and not from_here and uplink.down_bytes_per_s:
+                found.append((("rack down", number, rail), size / uplink.down_bytes_per_s))
+        return found
+
+    def _sharing(self, rail: int) -> Sharing | None:
+        measured = self.cluster.measured
+        curve = measured.rails.get(self.cluster.rails[rail].name) if measured is not None else None
+        return None if curve is None else curve.sharing

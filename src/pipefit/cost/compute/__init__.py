@@ -1,0 +1,1 @@
+"""Compute time of layers and operators: measured curves, roofline, corrections, packed rows."""

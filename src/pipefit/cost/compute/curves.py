@@ -1,0 +1,352 @@
+"""Times from what `pipefit profile` measured: layers, links, collectives, the overhead of an action. Pure functions.
+
+A layer's time is a piecewise linear function of its tokens (with the knee of small sizes) plus attention, whose
+feature is length x (context + length / 2): a causal square costs half of a rectangle. A context that came in several
+slices is attended to slice by slice, which costs once and for each query anew. `MeasuredCosts` puts measured
+curves where they exist behind the interface that the roofline has, and the roofline elsewhere; its notes say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from pipefit.cluster.measured import ActionCurve, CollectiveCurve, LayerCurve, LinkCurve, Measured, RailCurve, Setting
+from pipefit.cluster.types import Cluster, DeviceKind
+from pipefit.codec import digest
+from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free
+from pipefit.cost.compute.packed_rows import alike_rows
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts, LayerSeconds, Place, Recompute, Roofline
+from pipefit.cost.compute.roofline_correction import Ratios, Whole, corrected, mean_ratios, ratios_of, whole_place
+from pipefit.cost.static_memory import Precision
+from pipefit.cost.types import Array
+from pipefit.model.graph import Graph
+
+FEATURES = (
+    "rows x length^2 / 2, without context",
+    "1, with context",
+    "rows x length, with context",
+    "rows x context",
+    "rows x length x context",
+    "rows x length^2 / 2, with context",
+    "length x (context + length), with context",
+    "earlier slices beyond the first",
+    "rows x length x earlier slices beyond the first",
+)
+"""What attention costs beyond the tokens: the causal square of a whole sequence; and for a slice with context what it
+costs once, per query, per earlier key, per score on them and on its own keys, and for masks that all rows share; and
+what every further earlier slice costs once, and per query. Curves that were measured before the last two were told
+apart have no weights for them."""
+
+
+Floats = Sequence[float] | Array
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of each action on one layer."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    fused_s: float
+    "B, measured by itself: not always the sum of I and W."
+
+
+def attention_features(rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None) -> Array:
+    """The features of points: an array [point, feature] in the order of `FEATURES`.
+
+    `earlier` is how many slices `past` came in; None: as many as it has slices of this length.
+    """
+    b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
+    sliced = (p > 0).astype(np.float64)
+    count = np.round(p / np.maximum(t, 1)) if earlier is None else np.asarray(earlier, dtype=np.float64)
+    more = sliced * np.maximum(count - 1, 0)
+    square = b * t * t / 2
+    columns = (
+        square * (1 - sliced),
+        sliced,
+        b * t * sliced,
+        b * p,
+        b * t * p,
+        square * sliced,
+        sliced * t * (p + t),
+        more,
+        b * t * more,
+    )
+    return np.stack(columns, axis=-1)
+
+
+def action_times_s(
+    curve: ActionCurve, rows: Floats, tokens: Floats, past: Floats, earlier: Floats | None = None
+) -> Array:
+    """Seconds of one action for `rows` rows of `tokens` tokens with `past` earlier tokens, arrays of one shape; 0 rows
+    cost nothing. `earlier`: see `attention_features`."""
+    b, t, p = (np.asarray(column, dtype=np.float64) for column in (rows, tokens, past))
+    time_s = along_all_knots(curve.tokens, curve.time_s, b * t)
+    if curve.attention_s:
+        known = len(curve.attention_s)
+        time_s = time_s + attention_features(b, t, p, earlier)[..., :known] @ np.asarray(curve.attention_s)
+    return np.where(b * t > 0, time_s, 0.0)
+
+
+def action_time_s(curve: ActionCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> float:
+    """`action_times_s` of one size."""
+    return float(action_times_s(curve, [rows], [tokens], [past], None if earlier is None else [earlier])[0])
+
+
+def along_all_knots(places: Sequence[float], values: Sequence[float], wanted: Array) -> Array:
+    """Linear interpolation; beyond the last knot the last slope goes on, below the first its value stays."""
+    inside = np.interp(wanted, places, values)
+    if len(places) == 1:
+        return np.where(wanted > places[-1], values[-1] * wanted / places[-1], inside)
+    slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+    return np.asarray(inside + slope * np.maximum(wanted - places[-1], 0.0))
+
+
+def along_knots(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """`along_all_knots` of one place."""
+    return float(along_all_knots(places, values, np.asarray([place], dtype=np.float64))[0])
+
+
+def layer_times(curve: LayerCurve, rows: float, tokens: float, past: int = 0, earlier: int | None = None) -> LayerTimes:
+    """Seconds of all actions of one measured layer. `earlier`: see `attention_features`."""
+    return LayerTimes(
+        *(action_time_s(curve.actions[action], rows, tokens, past, earlier) for action in ("F", "I", "W", "B"))
+    )
+
+
+def find_layer(
+    measured: Measured, graph_signature: str, kind: str, dtype: str, setting: Setting = "together"
+) -> LayerCurve | None:
+    """The curve of that layer on that kind of device; the other setting's where the wished one was not measured."""
+    found = {
+        curve.setting: curve
+        for curve in measured.layers
+        if curve.signature == graph_signature and curve.kind == kind and curve.dtype == dtype
+    }
+    return found.get(setting) or next(iter(found.values()), None)
+
+
+def signature(graph: Graph) -> str:
+    """A digest of what a graph computes: kinds, shapes, attributes and connections, not names and source lines."""
+    places = {tensor.name: f"in{i}" for i, tensor in enumerate(graph.inputs)}
+    places |= {parameter.name: f"p{i}" for i, parameter in enumerate(graph.parameters)}
+    for i, operator in enumerate(graph.operators):
+        places |= {name: f"{i}.{j}" for j, name in enumerate(operator.outputs)}
+    operators: list[Any] = []
+    for operator in graph.operators:
+        results = [graph.tensor(name) for name in operator.outputs]
+        operators.append(
+            [
+                operator.kind,
+                [places.get(name, "") for name in operator.inputs],
+                operator.attributes,
+                [[list(tensor.shape), tensor.dtype] for tensor in results],
+            ]
+        )
+    inputs = [[list(tensor.shape), tensor.dtype, tensor.role] for tensor in graph.inputs]
+    parameters = [[list(parameter.shape), parameter.trainable] for parameter in graph.parameters]
+    return digest([inputs, parameters, operators, [places[name] for name in graph.outputs]])
+
+
+def message_time_s(curve: LinkCurve, size_bytes: float) -> float:
+    """Seconds of one message of that size inside a host."""
+    return along_knots(curve.sizes_bytes, curve.time_s, size_bytes)
+
+
+def rail_message_time_s(curve: RailCurve, source: int, target: int, size_bytes: float) -> float:
+    """Seconds of one message of that size from one host to another."""
+    return along_knots(curve.sizes_bytes, [matrix[source][target] for matrix in curve.time_s], size_bytes)
+
+
+def collective_factors(
+    measured: Measured, operation: str, host: Sequence[int], size: int, inside: bool
+) -> tuple[float, float]:
+    """(latency factor, bandwidth factor) of a collective on groups of `size` devices against a ring over its links: the
+    geometric mean over `collective_curves`; (1, 1) where it was not measured."""
+    curves = collective_curves(measured, operation, host, size, inside)
+    if not curves:
+        return 1.0, 1.0
+    factors = np.log([(curve.latency_factor, curve.bandwidth_factor) for curve in curves])
+    latency, bandwidth = np.exp(factors.mean(axis=0))
+    return float(latency), float(bandwidth)
+
+
+def collective_curves(
+    measured: Measured, operation: str, host: Sequence[int], size: int, inside: bool
+) -> tuple[CollectiveCurve, ...]:
+    """The measured groups that are most like groups of `size` devices inside one host, or on several: those of that
+    reach (all where there are none of these), and of them those whose size is nearest, as a ratio. `host` is the host
+    of every device."""
+    curves = [curve for curve in measured.collectives if curve.operation == operation]
+    alike = [curve for curve in curves if (len({host[device] for device in curve.devices}) == 1) == inside] or curves
+
+    def away(curve: CollectiveCurve) -> Fraction:
+        return max(Fraction(size, len(curve.devices)), Fraction(len(curve.devices), size))
+
+    nearest = min(map(away, alike), default=None)
+    return tuple(curve for curve in alike if away(curve) == nearest)
+
+
+def times_at(curve: LayerCurve, place: Place) -> LayerTimes:
+    """`layer_times` at a place, of a packed row by its images."""
+    rows, tokens = alike_rows(place)
+    return layer_times(curve, rows, tokens, place.past, place.earlier)
+
+
+def stage_overhead_s(cluster: Cluster) -> float:
+    """Seconds that running a stage once costs beside its layers: the mean over F, I, W and B of the slowest kind of
+    device; 0 where it was not measured (layer times from the roofline hold it)."""
+    known = cluster.measured.overhead_s if cluster.measured is not None else {}
+    return max((float(np.mean(list(each.values()))) for each in known.values() if each), default=0.0)
+
+
+def best_costs(cluster: Cluster, setting: Setting = "together", graphs: Iterable[Graph] = ()) -> LayerCosts:
+    """Measured curves where the cluster has some, else the roofline. `graphs`: the whole layers of the model, by which
+    parts of them are corrected."""
+    if cluster.measured is not None and cluster.measured.layers:
+        return MeasuredCosts(cluster, setting, graphs)
+    return Roofline()
+
+
+class MeasuredCosts:
+    """Layer costs from a cluster's measured curves, and for layers that were not measured from the roofline, corrected
+    by those that were (`cost/compute/roofline_correction.py`).
+
+    Memory, collectives inside a sharded layer and what recomputation adds keep the roofline's formulas; recomputation
+    is scaled by how far the measured forward is from the roofline's. `notes` says which layers were measured.
+    """
+
+    notes: tuple[str, ...]
+
+    def __init__(self, cluster: Cluster, setting: Setting = "together", graphs: Iterable[Graph] = ()) -> None:
+        self.measured = cluster.measured or Measured()
+        self._whole = Whole(graphs)
+        self.setting: Setting = setting
+        self.roofline = Roofline()
+        self.notes = ()
+        self._signatures: dict[int, tuple[Graph, str]] = {}
+        self._origins: dict[str, None] = {}
+        self._known: dict[object, LayerCost] = {}
+        self._seconds: dict[object, LayerSeconds] = {}
+        overhead_s = stage_overhead_s(cluster)
+        if overhead_s:
+            self._note(f"running a stage costs {overhead_s * 1e6:.0f} us beside its layers: measured")
+
+    def times(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> LayerTimes | None:
+        """Measured times of one layer, or None if it was not measured."""
+        curve = find_layer(self.measured, self._signature(graph), kind.name, precision, self.setting)
+        if curve is None:
+            return None
+        self._note(
+            f"layer {curve.name} on {kind.name} in {precision}: measured, {len(curve.points)} points, "
+            f"{curve.setting} ({curve.processes} processes), curves within {curve.fit_error:.1%} of them"
+        )
+        return times_at(curve, place)
+
+    def layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph`; arguments as for `Roofline.layer`."""
+        key = (self._signature(graph), place, kind.name, precision, recompute, collective_key)
+        if key not in self._known:
+            self._known[key] = self._layer(graph, place, kind, precision, recompute, collective, collective_key)
+        return self._known[key]
+
+    def seconds(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerSeconds:
+        """The times of `layer` alone; arguments as there."""
+        key = (self._signature(graph), place, kind.name, precision, recompute, collective_key)
+        if key not in self._seconds:
+            self._seconds[key] = self._times(graph, place, kind, precision, recompute, collective, collective_key)
+        return self._seconds[key]
+
+    def _layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None,
+        collective_key: object,
+    ) -> LayerCost:
+        guess = self.roofline.layer(graph, place, kind, precision, recompute, collective, collective_key)
+        times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+        return replace(guess, **times._asdict())
+
+    def _times(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None,
+        collective_key: object,
+    ) -> LayerSeconds:
+        guess = self.roofline.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+        times = self.times(graph, place, kind, precision)
+        if place.rows == 0:
+            return guess
+        silent = self.roofline.seconds(graph, place, kind, precision, recompute, free, SILENT)
+        if times is None:
+            return corrected(guess, silent, self._ratios(graph, place, kind, precision))
+        plain = self.roofline.seconds(graph, place, kind, precision, "none", free, SILENT)
+        ratio = times.forward_s / plain.forward_s if plain.forward_s else 0.0
+        more_s = guess.input_s - silent.input_s + (silent.input_s - plain.input_s) * ratio
+        return LayerSeconds(
+            forward_s=times.forward_s + guess.forward_s - silent.forward_s,
+            input_s=times.input_s + more_s,
+            weight_s=times.weight_s + guess.weight_s - silent.weight_s,
+            fused_s=times.fused_s + more_s + guess.weight_s - silent.weight_s,
+        )
+
+    def _ratios(self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision) -> Ratios:
+        """By how much the roofline is to be corrected for a layer that was not measured."""
+        what = f"a layer of {len(graph.operators)} operators on {kind.name} in {precision}: not measured"
+        for whole in self._whole.alike(graph):
+            curve = find_layer(self.measured, self._signature(whole), kind.name, precision, self.setting)
+            if curve is not None:
+                at = whole_place(graph, place)
+                times = LayerSeconds(*astuple(times_at(curve, at)))
+                self._note(f"{what}; roofline, corrected as {curve.name} was measured at the same sizes")
+                return ratios_of(times, self.roofline.seconds(whole, at, kind, precision, "none"))
+        own = [curve for curve in self.measured.layers if curve.kind == kind.name and curve.dtype == precision]
+        ratios = mean_ratios([curve for curve in own if curve.setting == self.setting] or own)
+        if ratios != (1.0, 1.0, 1.0, 1.0):
+            forward, back, weight, _ = ratios
+            what += f"; roofline x {forward:.2f} (F), {back:.2f} (I), {weight:.2f} (W), as measured layers showed"
+        self._note(what)
+        return ratios
+
+    def _signature(self, graph: Graph) -> str:
+        if id(graph) not in self._signatures:
+            self._signatures[id(graph)] = (graph, signature(graph))
+        return self._signatures[id(graph)][1]
+
+    def _note(self, text: str) -> None:
+        if text not in self._origins:
+            self._origins[text] = None
+            unmeasured = any(": not measured" in note for note in self._origins)
+            self.notes = (*self._origins, *(self.roofline.notes if unmeasured else self.roofline.notes[1:]))

@@ -1,0 +1,283 @@
+"""The time and the memory of one layer on one device, from a data sheet.
+
+Time of an operator: the larger of FLOPs / (peak x efficiency) and bytes moved / memory bandwidth, plus the overhead
+of issuing it (roofline: Williams, Waterman and Patterson 2009). Bytes moved: every operator reads its inputs and
+writes its outputs once, views move nothing (no fusion is assumed, so pointwise chains are costed on the slow side).
+The measured cost model of a later version takes this one's place behind the same `LayerCosts` interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from pipefit.cluster.types import DeviceKind, is_processor
+from pipefit.cost.compute.operator_times import CollectiveTime, Times, operator_times, with_merging
+from pipefit.cost.compute.symbol_memo import KeptByReads
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision
+from pipefit.model.analysis.passing import Passing, passing_bytes
+from pipefit.model.analysis.saved import kept, owed_bytes, saved_bytes
+from pipefit.model.graph import LOCAL, Graph
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Place(NamedTuple):
+    """The sizes of one microbatch and slice on one device."""
+
+    rows: int
+    "Symbol B."
+    tokens: int
+    "Symbol T: of the slice."
+    past: int
+    "Symbol P: tokens of earlier slices that are attended to."
+    own_tokens: int
+    "Symbol S: this device's part of the tokens where a shard program splits them."
+    earlier: int | None = None
+    "Slices that the past came in; None: as many as it has slices of this length."
+    own_rows: int = 0
+    "Symbol R: this device's part of the rows where a shard program splits them."
+    later: int = 0
+    "Tokens of later slices."
+    symbols: tuple[tuple[str, int], ...] = ()
+    "Other sizes that graphs name."
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the microbatch comes in several slices, of which this is one."""
+        return self.past + self.later > 0
+
+    @property
+    def chunks(self) -> int:
+        """Earlier slices that attention goes through one by one."""
+        if not self.past:
+            return 0
+        return max(1, round(self.past / max(1, self.tokens)) if self.earlier is None else self.earlier)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Of one layer, microbatch and slice on one device."""
+
+    forward_s: float
+    input_s: float
+    "The input-gradient part of the backward pass, recomputation included."
+    weight_s: float
+    saved_bytes: float
+    "Alive from F to its B or I."
+    pending_bytes: float
+    "Alive from I to its W."
+    passing: Passing | None = None
+    "The worst moments of its actions; None: what only passes is not counted."
+    fused_s: float | None = None
+    "A fused backward, where it was measured by itself; None: it takes the time of both parts."
+    owed_before: float = 0.0
+    "What slices owe to keys and values (of this slice and earlier ones) when its backward begins."
+    owed_behind: float = 0.0
+    "The same when its backward ends: to earlier ones."
+
+    @property
+    def backward_s(self) -> float:
+        """A fused backward (B)."""
+        return self.input_s + self.weight_s if self.fused_s is None else self.fused_s
+
+    @property
+    def least_backward_s(self) -> float:
+        """The backward, fused or in two parts, whichever is faster."""
+        return min(self.input_s + self.weight_s, self.backward_s)
+
+
+def forward_alone(cost: LayerCost) -> LayerCost:
+    """Of a layer without a backward: nothing is kept for one, what would be passes."""
+    return LayerCost(cost.forward_s, 0.0, 0.0, 0.0, 0.0, cost.passing)
+
+
+class LayerSeconds(NamedTuple):
+    """The times of a `LayerCost`, without its memory."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    fused_s: float | None = None
+
+    @property
+    def least_backward_s(self) -> float:
+        """The backward, fused or in two parts, whichever is faster."""
+        parted = self.input_s + self.weight_s
+        return parted if self.fused_s is None else min(parted, self.fused_s)
+
+
+class LayerCosts(Protocol):
+    """Where layer costs come from: this file's roofline, or measured curves."""
+
+    notes: tuple[str, ...]
+
+    def layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph` for these sizes."""
+        ...
+
+
+def layer_seconds(
+    layers: LayerCosts,
+    graph: Graph,
+    place: Place,
+    kind: DeviceKind,
+    precision: Precision,
+    recompute: Recompute,
+    collective: CollectiveTime | None = None,
+    collective_key: object = None,
+) -> LayerSeconds:
+    """The times of `LayerCosts.layer`, without working out its memory where the source of costs can do without."""
+    if isinstance(layers, SecondsAlone):
+        return layers.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+    cost = layers.layer(graph, place, kind, precision, recompute, collective, collective_key)
+    return LayerSeconds(cost.forward_s, cost.input_s, cost.weight_s, cost.fused_s)
+
+
+@runtime_checkable
+class SecondsAlone(Protocol):
+    """Layer costs that know times without memory."""
+
+    def seconds(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerSeconds:
+        """The times of `graph` for these sizes: the same as those of its `LayerCost`."""
+        ...
+
+
+class Roofline:
+    """Layer costs from device data sheets; equal questions are answered from memory."""
+
+    notes: tuple[str, ...] = (
+        "layer times: roofline of the device's data-sheet peak x efficiency and memory bandwidth, no operator fusion",
+        "passing memory: every operator's inputs, outputs and workspace, as the runtime lets go of them",
+    )
+
+    def __init__(self) -> None:
+        self._known: dict[object, LayerCost] = {}
+        self._memory: dict[object, LayerCost] = {}
+        "Without times: what layers hold, whatever the kind of device and its rings."
+        self._operators: dict[object, list[Times]] = {}
+        "Of every operator of a graph in one place."
+        self._times: dict[object, list[KeptByReads[Times]]] = {}
+        "Of every operator of a graph, before what earlier slices add to attention, in all places."
+        self._graphs: dict[int, Graph] = {}
+
+    def layer(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerCost:
+        """The cost of `graph`. `collective` is needed where the graph holds collectives; `collective_key` names it."""
+        self._graphs[id(graph)] = graph  # kept alive, so that its id stays its own
+        key = (id(graph), place, kind.name, precision, recompute, collective_key)
+        if key not in self._known:
+            times = self.seconds(graph, place, kind, precision, recompute, collective, collective_key)
+            self._known[key] = replace(self._held(graph, place, kind, precision, recompute), **times._asdict())
+        return self._known[key]
+
+    def _held(
+        self, graph: Graph, place: Place, kind: DeviceKind, precision: Precision, recompute: Recompute
+    ) -> LayerCost:
+        """The memory of a layer."""
+        widens = is_processor(kind) and GRADIENT_BYTES[precision] > COMPUTE_BYTES[precision]
+        key = (id(graph), place, widens, precision, recompute)
+        if key not in self._memory:
+            self._memory[key] = _layer_memory(graph, place, precision, recompute, widens)
+        return self._memory[key]
+
+    def seconds(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        recompute: Recompute,
+        collective: CollectiveTime | None = None,
+        collective_key: object = None,
+    ) -> LayerSeconds:
+        """The times of `layer` alone; arguments as there."""
+        self._graphs[id(graph)] = graph
+        if place.rows == 0:
+            return LayerSeconds(0.0, 0.0, 0.0)
+        key = (id(graph), place, kind.name, precision, collective_key)
+        if key not in self._operators:
+            self._operators[key] = self._each(graph, place, kind, precision, collective, collective_key)
+        times = self._operators[key]
+        sums = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+        forward_s, input_s, weight_s = sums
+        again_s = sum(times[index][0] for index in kept(graph, recompute, COMPUTE_BYTES[precision]).again)
+        return LayerSeconds(forward_s, input_s + again_s, weight_s)
+
+    def _each(
+        self,
+        graph: Graph,
+        place: Place,
+        kind: DeviceKind,
+        precision: Precision,
+        collective: CollectiveTime | None,
+        collective_key: object,
+    ) -> list[Times]:
+        """The times of every operator. What does not depend on the earlier slices is not worked out for each again."""
+        sizes = None if collective is None else place._replace(past=0, earlier=None, later=0)  # these tell shares apart
+        key = (id(graph), kind.name, precision, collective_key, sizes)
+        if key not in self._times:
+            self._times[key] = [KeptByReads() for _ in graph.operators]
+        symbols = _symbols(place)
+        found = []
+        for operator, kept_times in zip(graph.operators, self._times[key], strict=True):
+            work_out = partial(operator_times, graph, operator, kind, precision, collective)
+            times = kept_times.answer(symbols, work_out)
+            found.append(with_merging(times, place.chunks, kind) if operator.kind == "attention" else times)
+        return found
+
+
+def _symbols(place: Place) -> dict[str, int]:
+    own = {"B": place.rows, "T": place.tokens, "P": place.past, "S": place.own_tokens, "R": place.own_rows}
+    parts = {
+        str(LOCAL[symbol]): -(-count * place.own_tokens // max(1, place.tokens))
+        for symbol, count in place.symbols
+        if symbol in LOCAL
+    }
+    return {**own, **parts, **dict(place.symbols)}
+
+
+def _layer_memory(graph: Graph, place: Place, precision: Precision, recompute: Recompute, widens: bool) -> LayerCost:
+    """A layer's cost without its times."""
+    symbols = _symbols(place)
+    width = COMPUTE_BYTES[precision]
+    if place.rows == 0:
+        return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
+    saved = saved_bytes(graph, symbols, width, recompute, place.sliced)
+    return LayerCost(
+        forward_s=0.0,
+        input_s=0.0,
+        weight_s=0.0,
+        saved_bytes=saved.after_forward,
+        pending_bytes=saved.after_input_gradient,
+        passing=passing_bytes(graph, symbols, width, recompute, widens, place.sliced),
+        owed_before=owed_bytes(graph, {**symbols, "T": place.past + place.tokens}, width) if place.later else 0.0,
+        owed_behind=owed_bytes(graph, {**symbols, "T": place.past}, width) if place.past else 0.0,
+    )

@@ -1,0 +1,1 @@
+"""Memory of lanes and stages, memory limits of orders, and the learned correction."""

@@ -1,0 +1,89 @@
+"""The file of a memory correction: the runs that it was learned from, and what was learned, by kind of device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipefit.codec import dump_text, load_file, write_file
+from pipefit.cost.memory.correction import LEAST_CONFIGURATIONS, PARTS, MemoryCorrection, MemoryRun, learn
+from pipefit.errors import ClusterError, FormatError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """Measured runs, and the corrections of the kinds of devices that have enough of them."""
+
+    format: Literal["pipefit-memory"] = "pipefit-memory"
+    version: Literal[1] = 1
+    runs: tuple[MemoryRun, ...] = ()
+    corrections: Mapping[str, MemoryCorrection] = field(default_factory=dict)
+    "By device kind."
+
+
+def load_memory(path: Path) -> MemoryFacts:
+    """The facts in a file. FormatError where it is none, or where a number in it cannot be."""
+    facts = load_file(MemoryFacts, path)
+    for kind, correction in facts.corrections.items():
+        if not _possible(correction):
+            raise FormatError(
+                "A correction is not one that runs can teach.",
+                where=f"{path}: corrections.{kind}",
+                seen=f"spread {correction.spread:g}, {len(correction.errors)} errors, "
+                f"coefficients of {', '.join(sorted(correction.coefficients)) or 'nothing'}",
+                allowed=f"finite numbers: a coefficient for each of {', '.join(PARTS)}, none below 0 and one above, "
+                f"their {len(PARTS)} x {len(PARTS)} matrix, a spread, errors and a range above 0",
+                next_step="take `corrections` out and run `pipefit verify PLAN --record` on the file: it learns again",
+            )
+    for index, run in enumerate(facts.runs):
+        if not (
+            set(run.parts) == set(PARTS)
+            and all(math.isfinite(size) and size >= 0 for size in run.parts.values())
+            and 0 < run.measured_bytes < math.inf
+        ):
+            raise FormatError(
+                "A recorded run is not one.",
+                where=f"{path}: runs[{index}]",
+                seen=f"{run.measured_bytes:g} bytes measured, parts {', '.join(sorted(run.parts))}",
+                allowed=f"more than 0 bytes, and the parts {', '.join(PARTS)}, none below 0",
+            )
+    return facts
+
+
+def _possible(correction: MemoryCorrection) -> bool:
+    """Whether estimates can be made with these numbers."""
+    coefficients, matrix = correction.coefficients, correction.precision
+    smallest, largest = correction.range_bytes
+    numbers = [*coefficients.values(), *correction.errors, correction.spread, largest, *itertools.chain(*matrix)]
+    return (
+        all(map(math.isfinite, numbers))
+        and set(coefficients) == set(PARTS)
+        and min(coefficients.values()) >= 0 < max(coefficients.values())
+        and [len(row) for row in matrix] == [len(PARTS)] * len(PARTS)
+        and bool(correction.errors)
+        and correction.spread > 0
+        and 0 < smallest <= largest
+    )
+
+
+def record(path: Path, runs: Sequence[MemoryRun]) -> MemoryFacts:
+    """Add runs to a file (made where it is not there), in place of earlier ones of the same ranks, and learn again."""
+    before = load_memory(path).runs if path.exists() else ()
+    new = {(run.configuration, run.kind, run.rank) for run in runs}
+    kept = [run for run in before if (run.configuration, run.kind, run.rank) not in new]
+    facts = facts_of((*kept, *runs))
+    write_file(path, dump_text(facts), "memory file", ClusterError)
+    return facts
+
+
+def facts_of(runs: Sequence[MemoryRun]) -> MemoryFacts:
+    """Runs with what they teach. Kinds with too few of them have no correction yet."""
+    configurations: dict[str, set[str]] = {}
+    for run in runs:
+        configurations.setdefault(run.kind, set()).add(run.configuration)
+    enough = [kind for kind, names in configurations.items() if len(names) >= LEAST_CONFIGURATIONS]
+    return MemoryFacts(runs=tuple(runs), corrections={kind: learn(runs, kind) for kind in enough})

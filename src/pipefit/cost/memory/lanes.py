@@ -1,0 +1,122 @@
+"""What always stays on the devices of every lane, and how the kinds of devices of a lane differ in what they hold.
+
+Replicas may differ in rows, in their share of a split optimizer state, and shards in their part of the parameters.
+Where kinds of devices stand for such differences, each kind is judged by its own fullest device and its own memory:
+a small device that takes few rows is not refused for what a large one holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipefit.cost.comm.network import Network
+from pipefit.cost.memory.step_end import state_share
+from pipefit.cost.static_memory import GRADIENT_BYTES, static_parts
+from pipefit.cost.work import PipelineWork, StageWork
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the devices of one kind hold of a stage: the most of any of them."""
+
+    rows: int
+    "Of a microbatch."
+    positions: tuple[int, ...]
+    "Of the shard axis; empty where all positions hold the same."
+    share: float
+    "Of the optimizer state of the stage's parameters."
+
+
+def holdings(stage: StageWork, network: Network) -> Mapping[str, Holding]:
+    """By the name of every kind of device in the stage's group."""
+    names = [axis.name for axis in stage.group.axes]
+    shares = stage.group.axis("replica").shares
+    even = stage.group.axis("shard").is_even
+    found: dict[str, Holding] = {}
+    places = itertools.product(*(range(axis.size) for axis in stage.group.axes))
+    for device, place in zip(stage.group.devices, places, strict=True):
+        replica = place[names.index("replica")] if "replica" in names else 0
+        position = () if even else (place[names.index("shard")],)
+        share = shares[replica] / sum(shares) if stage.split_state else 1.0
+        known = found.get(network.kinds[device].name, Holding(0, (), 0.0))
+        positions = known.positions if {*position} <= {*known.positions} else (*known.positions, *position)
+        found[network.kinds[device].name] = Holding(
+            max(known.rows, stage.rows[replica]), positions, max(known.share, share)
+        )
+    return found
+
+
+def lanes_differ(work: PipelineWork, network: Network) -> bool:
+    """Whether devices of some lane hold different amounts because they are of different kinds."""
+    if len(network.cluster.kinds) == 1:
+        return False
+    return any(len({*holdings(stage, network).values()}) > 1 for stage in work.stages)
+
+
+def lane_limits(work: PipelineWork, network: Network, kind: str = "") -> tuple[float, ...]:
+    """Bytes that a process may use on every lane: of its smallest device, or of its devices of one kind (infinite
+    where it has none)."""
+    limits = [float("inf")] * work.lanes
+    for stage in work.stages:
+        own = [network.kinds[device] for device in stage.group.devices]
+        sizes = (each.memory_bytes for each in own if not kind or each.name == kind)
+        limits[stage.lane] = min(limits[stage.lane], float(min(sizes, default=float("inf"))))
+    return tuple(limits)
+
+
+def lane_parts(work: PipelineWork, network: Network | None = None, kind: str = "") -> tuple[Mapping[str, float], ...]:
+    """Static bytes of every lane by part, on its fullest device, or on the fullest one of a kind."""
+    held = [_held(stage, network, kind) for stage in work.stages]
+    lanes = []
+    for lane in range(work.lanes):
+        stages = [pair for pair in zip(work.stages, held, strict=True) if pair[0].lane == lane]
+        most = max(len(stage.parameters.trainable) for stage, _ in stages)
+        own = {position for _, each in stages for position in each.positions} or range(most)
+        places = [
+            [static_parts(*_stored(stage, position), each.share, work.precision) for stage, each in stages]
+            for position in own
+        ]
+        sums = [{name: sum(parts[name] for parts in place) for name in place[0]} for place in places]
+        for total, place in zip(sums, places, strict=True):
+            total["workspace"] = place[0]["workspace"]
+            for name, size in _tied_parts(work, lane, held).items():
+                total[name] += size
+        lanes.append(max(sums, key=lambda parts: sum(parts.values())))
+    return tuple(lanes)
+
+
+def state_shares(work: PipelineWork, network: Network, kind: str) -> list[float]:
+    """Of every stage, the largest part of the optimizer state that a device of this kind keeps."""
+    return [_held(stage, network, kind).share for stage in work.stages]
+
+
+def _held(stage: StageWork, network: Network | None, kind: str) -> Holding:
+    everything = Holding(max(stage.rows), (), state_share(stage))
+    if network is None or not kind:
+        return everything
+    return holdings(stage, network).get(kind, everything)
+
+
+def _tied_parts(work: PipelineWork, lane: int, held: Sequence[Holding]) -> Mapping[str, float]:
+    """Static bytes of a lane that shared parameters add: a buffer for the gradient of each other lane that uses them;
+    less what is stored once although several stages of the lane use it."""
+    changes = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    for tied in work.tied:
+        own = [index for index in tied.stages if work.stages[index].lane == lane]
+        if not own or tied.rings:  # a sum over all devices is made in place
+            continue
+        others = len({work.stages[index].lane for index in tied.stages}) - 1
+        changes["gradients"] += others * tied.elements * GRADIENT_BYTES[work.precision]
+        for index in own[1:]:
+            once = static_parts(tied.elements, 0, held[index].share, work.precision)
+            for name in changes:
+                changes[name] -= once[name]
+    return changes
+
+
+def _stored(stage: StageWork, position: int) -> tuple[int, int]:
+    counts = stage.parameters
+    index = min(position, len(counts.trainable) - 1)
+    return counts.trainable[index], counts.frozen[index]

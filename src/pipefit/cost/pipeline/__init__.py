@@ -1,0 +1,1 @@
+"""The cost table of a whole pipeline: stages, edges, turns, contention, overlapped reductions."""

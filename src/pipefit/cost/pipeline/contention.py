@@ -1,0 +1,329 @@
+"""What transfers at the same time do to each other: the pipelines of a plan, and the ports that their messages share.
+
+The replicas of a stage wait for each other in its reduction only; until then every pipeline goes at the pace of its
+own devices and links. Messages on one link take turns (a sender's kernel serves them in order); links, ports and
+uplinks are shared evenly by the streams on them, the rings of reductions included (max-min fairness: Bertsekas and
+Gallager 1992, 6.5.2). The simulator does the sharing (`schedule/taskgraph/fluid.py`).
+
+An action of a stage with shards has collectives of its own. It loads its ports on average: an action that goes by to a
+part p in collectives takes 1 + p times as long beside a reduction on the same ports, and so does the reduction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipefit.cost.comm.collectives import levels, passes_backwards
+from pipefit.cost.comm.network import Network, Port
+from pipefit.cost.compute.roofline import LayerCosts
+from pipefit.cost.pipeline.edges import edge_times
+from pipefit.cost.pipeline.stage_cost import StageCost, action_tables
+from pipefit.cost.pipeline.table import alike, collective_shares, replica_rings, shard_rings, stage_costs
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES
+from pipefit.cost.types import ActionTable, Contention, CostTable, Flow, FlowKey
+from pipefit.cost.work import EdgeWork, PipelineWork, StageWork
+from pipefit.layout import Axis, Group
+
+MOST_PIPELINES = 16
+"""Replicas that are followed one by one; more of them go in step, each stage as slow as its slowest replica."""
+
+Message = tuple[int, int, float]
+Messages = Sequence[Message]
+Rings = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A flow before its ports have numbers."""
+
+    seconds: dict[Port, float]
+    duration_s: float
+    bytes_per_s: float
+    queue: Port | None
+
+
+class Pipelines(NamedTuple):
+    """Replicas that go at their own pace, one after the other; or all of them as one."""
+
+    works: Sequence[PipelineWork]
+    tables: tuple[CostTable, ...]
+    "The times of each, were it alone."
+
+
+def with_contention(
+    costs: CostTable,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    alone: Pipelines | None = None,
+) -> CostTable:
+    """These costs with what transfers do to each other. `costs` is `cost_table(work, network, layers)`, `alone` what
+    `pipelines` says, where that is known."""
+    works, tables = alone or pipelines(costs, work, network, layers)
+    loads: dict[FlowKey, _Load] = {}
+    for pipeline, (one, table) in enumerate(zip(works, tables, strict=True)):
+        for index, edge in enumerate(one.edges):
+            cost = table.edges[index]
+            for way, slices, port_s in (
+                ("F", edge.forward, cost.forward_port_s),
+                ("B", edge.backward, cost.backward_port_s),
+            ):
+                for slice_, messages in enumerate(slices):
+                    found = _transfer(messages, float(port_s[:, slice_].max()), network)
+                    if found is not None:
+                        loads[f"SEND_{way}", index, slice_, pipeline] = found
+    alone_on = Counter(stage.lane for stage in work.stages)
+    lanes: dict[FlowKey, int] = {}
+    for index, stage in enumerate(work.stages):
+        own = _collectives(index, stage, work, network, costs)
+        if alone_on[stage.lane] == 1:
+            lanes |= dict.fromkeys(own, stage.lane)
+        beside = _beside(stage, network) if len(works) > 1 else [shard_rings(stage)]
+        actions = {
+            key: load
+            for pipeline, one in enumerate(works)
+            for key, load in _actions(index, pipeline, one, beside[pipeline], network, layers).items()
+        }
+        lanes |= dict.fromkeys(actions, stage.lane)
+        loads |= own | actions
+    return replace(costs, contention=_numbered(tables, loads, lanes))
+
+
+def pipelines(costs: CostTable, work: PipelineWork, network: Network, layers: LayerCosts) -> Pipelines:
+    """Every pipeline by itself; `costs` is that of all of them."""
+    works = _pipelines(work)
+    return Pipelines(works, _each_alone(works, work, costs, network, layers) if len(works) > 1 else (costs,))
+
+
+def _pipelines(work: PipelineWork) -> list[PipelineWork]:
+    """The work of every replica by itself; of all together where there are too many, or where they exchange rows."""
+    counts = {stage.group.axis("replica").size for stage in work.stages}
+    if len(counts) > 1 or not 1 < max(counts) <= MOST_PIPELINES:
+        return [work]
+    count = max(counts)
+    place = [stage.group.positions("replica") for stage in work.stages]
+    for edge in work.edges:
+        source, target = place[edge.source], place[edge.target]
+        ahead, back = zip(*edge.ragged, strict=True) if edge.ragged else (edge.forward, edge.backward)
+        if any(source[a] != target[b] for each in ahead for a, b, _ in each):
+            return [work]
+        if any(target[a] != source[b] for each in back for a, b, _ in each):
+            return [work]
+    edges = [_edges_of(edge, place[edge.source], count) for edge in work.edges]
+    return [
+        replace(
+            work,
+            stages=tuple(_of_replica(stage, at, k) for stage, at in zip(work.stages, place, strict=True)),
+            edges=tuple(each[k] for each in edges),
+            tied=(),
+        )
+        for k in range(count)
+    ]
+
+
+def _of_replica(stage: StageWork, place: Mapping[int, int], k: int) -> StageWork:
+    axes = tuple(Axis(name=axis.name, shares=(1,)) if axis.name == "replica" else axis for axis in stage.group.axes)
+    devices = tuple(device for device in stage.group.devices if place[device] == k)
+    packed = tuple((row[k],) for row in stage.packed)
+    return replace(stage, group=Group(axes=axes, devices=devices), rows=(stage.rows[k],), packed=packed)
+
+
+def _edges_of(edge: EdgeWork, place: Mapping[int, int], count: int) -> list[EdgeWork]:
+    """For every replica its part of the messages: those that its devices of the source stage send, or receive. Where
+    microbatches differ, its own largest one stands for all: it may have nothing of the one that is largest in all."""
+    ahead, back = (
+        [_by_replica(messages, place, sent, count) for messages in each]
+        for each, sent in ((edge.forward, True), (edge.backward, False))
+    )
+    ragged = [(_by_replica(a, place, True, count), _by_replica(b, place, False, count)) for a, b in edge.ragged]
+    found = []
+    for k in range(count):
+        own = tuple((a[k], b[k]) for a, b in ragged)
+        forward, backward = tuple(each[k] for each in ahead), tuple(each[k] for each in back)
+        if own:
+            forward, backward = ((part,) for part in max(own, key=lambda each: sum(size for _, _, size in each[0])))
+        found.append(replace(edge, forward=forward, backward=backward, ragged=own))
+    return found
+
+
+def _by_replica(messages: Messages, place: Mapping[int, int], sent: bool, count: int) -> list[tuple[Message, ...]]:
+    found: list[list[Message]] = [[] for _ in range(count)]
+    for message in messages:
+        found[place[message[0] if sent else message[1]]].append(message)
+    return [tuple(each) for each in found]
+
+
+def _each_alone(
+    works: Sequence[PipelineWork], work: PipelineWork, costs: CostTable, network: Network, layers: LayerCosts
+) -> tuple[CostTable, ...]:
+    """The times of every pipeline of `work`. Those of stages on devices of the same kinds, with as many rows and the
+    same rings beside them, are worked out once."""
+    beside, keys = [_beside(stage, network) for stage in work.stages], [alike(stage, network) for stage in work.stages]
+    known: dict[object, list[StageCost]] = {}
+    actions: dict[tuple[int, ...], Mapping[str, ActionTable]] = {}
+    tables = []
+    for k, one in enumerate(works):
+        found = []
+        for index, (stage, rings) in enumerate(zip(one.stages, beside, strict=True)):
+            kinds = tuple(network.kinds[device].name for device in stage.group.devices)
+            key = (keys[index], kinds, stage.rows, stage.packed, rings[k])
+            if key not in known:
+                known[key] = stage_costs(stage, one, network, layers, rings[k])
+            found.append(known[key])
+        same = tuple(map(id, found))
+        if same not in actions:
+            actions[same] = action_tables(found, work.ragged)
+        edges = tuple(edge_times(edge, network) for edge in one.edges)
+        tables.append(replace(costs, actions=actions[same], edges=edges))
+    return tuple(tables)
+
+
+def _beside(stage: StageWork, network: Network) -> list[Rings]:
+    """By replica, the shard groups whose collectives slow down its own: its own ones, and those of other replicas that
+    use one of their ports, which do the same at about the same time."""
+    if stage.group.axis("shard").size == 1:
+        return [()] * stage.group.axis("replica").size
+    rings = shard_rings(stage)
+    ports = [_ring_ports(ring, network) for ring in rings]
+    replica = [stage.group.position(ring[0], "replica") for ring in rings]
+    own: list[set[Port]] = [set() for _ in range(stage.group.axis("replica").size)]
+    for k, used in zip(replica, ports, strict=True):
+        own[k] |= used
+    return [tuple(ring for ring, used in zip(rings, ports, strict=True) if not mine.isdisjoint(used)) for mine in own]
+
+
+def _ring_ports(ring: tuple[int, ...], network: Network) -> set[Port]:
+    """What a ring loads, whichever way it goes round."""
+    order = sorted(ring)
+    hops = [*zip(order, (*order[1:], order[0]), strict=True)]
+    return {port for a, b in (*hops, *((b, a) for a, b in hops)) for port, _ in network.loads(a, b, 1.0, 1.0)}
+
+
+def _transfer(messages: Messages, port_s: float, network: Network) -> _Load | None:
+    """Messages that start together; None where nothing moves."""
+    if port_s <= 0.0:
+        return None
+    if len(messages) == 1:
+        source, target, size = messages[0]
+        links = network.loads(source, target, size, network.busy_s(source, target, size))
+        return _Load(dict(links), port_s, size / port_s, network.way(source, target))
+    seconds: dict[Port, float] = defaultdict(float)
+    queues = set()
+    for source, target, size in messages:
+        if source != target and size:
+            links = network.loads(source, target, size, network.busy_s(source, target, size))
+            for port, load_s in links:
+                seconds[port] += load_s
+            queues.add(network.way(source, target))
+    largest = max(size for _, _, size in messages)
+    return _Load(dict(seconds), port_s, largest / port_s, queues.pop() if len(queues) == 1 else None)
+
+
+def _collectives(
+    index: int, stage: StageWork, work: PipelineWork, network: Network, costs: CostTable
+) -> dict[FlowKey, _Load]:
+    """The reduction of a stage, and its gather, as flows."""
+    rings = [ring for ring in replica_rings(stage) if len(ring) > 1]
+    if not rings:
+        return {}
+    count = float(max(stage.parameters.trainable))
+    sums = count * GRADIENT_BYTES[work.precision]
+    jobs = [("REDUCE", "reduce_scatter", 1, sums) if stage.split_state else ("REDUCE", "all_reduce", 2, sums)]
+    once_s = {"REDUCE": float(costs.reduce_s[index]), "GATHER": float(costs.gather_s[index])}
+    if stage.split_state:
+        jobs.append(("GATHER", "all_gather", 1, count * COMPUTE_BYTES[work.precision]))
+    found: dict[FlowKey, _Load] = {}
+    for kind, operation, passes, total in jobs:
+        seconds, hop_bytes = _hops(network, operation, rings, total, passes)
+        if once_s[kind] > 0.0 and hop_bytes > 0.0:
+            found[kind, index, 0, 0] = _Load(seconds, once_s[kind], hop_bytes / once_s[kind], None)
+    return found
+
+
+def _actions(
+    index: int, pipeline: int, work: PipelineWork, beside: Rings, network: Network, layers: LayerCosts
+) -> dict[FlowKey, _Load]:
+    """The actions of a stage whose shards speak to each other, as one ring at a time through each shard group; `beside`
+    are those whose collectives run at the same time, which the times of the actions allow for."""
+    stage = work.stages[index]
+    if stage.group.axis("shard").size == 1:
+        return {}
+    rings = shard_rings(stage)
+    _, loads = _loads_of(network, "all_gather", rings)
+    slowest = max((load_s for _, load_s in _loads_of(network, "all_gather", beside)[1]), default=0.0)
+    if slowest <= 0.0:
+        return {}
+    bytes_per_s = (1.0 - 1.0 / max(map(len, rings))) / slowest
+    return {
+        (kind, index, slice_, pipeline): _Load(
+            {port: part * load_s / slowest for port, load_s in loads}, 1.0, bytes_per_s, None
+        )
+        for slice_, parts in enumerate(collective_shares(stage, work, network, layers, beside))
+        for kind, part in parts.items()
+        if part > 0.0
+    }
+
+
+def _hops(
+    network: Network, operation: str, rings: Sequence[Sequence[int]], total_bytes: float, passes: int
+) -> tuple[dict[Port, float], float]:
+    """(for how many seconds every port is loaded, bytes of one hop) by so many passes over `total_bytes`: in each a hop
+    of a ring of n carries (n - 1)/n of them. In two levels a hop inside a host carries what the host's devices
+    exchange, one between hosts a device's part; the hop that is told is one between hosts."""
+    seconds: dict[Port, float] = defaultdict(float)
+    told = 0.0
+    for each, level_bytes in levels(network, operation, rings, total_bytes):
+        factor, loads = _loads_of(network, operation, each)
+        moved = passes * level_bytes * factor
+        told = told or next((len(ring) - 1) / len(ring) * moved for ring in each)
+        for port, load_s in loads:
+            seconds[port] += moved * load_s
+    return dict(seconds), told
+
+
+def _loads_of(
+    network: Network, operation: str, rings: Sequence[Sequence[int]]
+) -> tuple[float, list[tuple[Port, float]]]:
+    """(how many bytes the collective moves for one of a plain ring, for how many seconds one pass of plain rings loads
+    every port, a byte of the whole tensor)."""
+    key = operation, tuple(map(tuple, rings))
+    if key not in network.hops:
+        seconds: dict[Port, float] = defaultdict(float)
+        for ring in rings:
+            members = sorted(ring, reverse=passes_backwards(network, operation))
+            part = (len(ring) - 1) / len(ring)
+            for source, target in zip(members, (*members[1:], members[0]), strict=True):
+                link_s = part / network.link(source, target).bandwidth_bytes_per_s
+                for port, load_s in network.loads(source, target, part, link_s):
+                    seconds[port] += load_s
+        longest = max(map(len, rings), default=1)
+        _, factor = network.collective_factors(operation, longest, network.inside(rings))
+        network.hops[key] = factor, list(seconds.items())
+    return network.hops[key]
+
+
+def _numbered(tables: tuple[CostTable, ...], loads: dict[FlowKey, _Load], lanes: Mapping[FlowKey, int]) -> Contention:
+    """Ports that several flows use, by number; who is alone on a port has nobody to share it with. Flows of the same
+    one of `lanes` are never there at the same time, or allow for each other. Those that neither share nor take turns
+    are left out."""
+    users: dict[Port, set[object]] = defaultdict(set)
+    for key, load in loads.items():
+        for port in load.seconds:
+            users[port].add(lanes.get(key, key))
+    numbers = {port: number for number, port in enumerate(port for port, each in users.items() if len(each) > 1)}
+    queues: dict[Port, int] = {}
+    flows = {}
+    for key, load in loads.items():
+        shared = [(port, s) for port, s in load.seconds.items() if s > 0.0 and port in numbers]
+        if not shared and load.queue is None:
+            continue
+        flows[key] = Flow(
+            ports=tuple([numbers[port] for port, _ in shared]),
+            use=tuple([min(1.0, s / load.duration_s) for _, s in shared]),
+            bytes_per_s=load.bytes_per_s,
+            queue=-1 if load.queue is None else queues.setdefault(load.queue, len(queues)),
+        )
+    return Contention(tables, flows, len(numbers), len(queues))

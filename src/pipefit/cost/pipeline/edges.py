@@ -1,0 +1,73 @@
+"""What moving a tensor from stage to stage takes, and what it holds on either side while it is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipefit.cost.comm.network import Network
+from pipefit.cost.types import Array, EdgeCost
+from pipefit.cost.work import EdgeWork
+
+Messages = Sequence[tuple[int, int, float]]
+"""(source device, target device, bytes)."""
+
+
+def edge_cost(edge: EdgeWork, network: Network) -> EdgeCost:
+    """What moving a tensor takes and holds."""
+    return with_buffers(edge_times(edge, network), edge)
+
+
+def edge_times(edge: EdgeWork, network: Network) -> EdgeCost:
+    """The times of `edge_cost`, without its bytes."""
+    ahead, back = [[[network.transfer(each) for each in row] for row in way] for way in _by_microbatch(edge)]
+    return EdgeCost(
+        source=edge.source,
+        target=edge.target,
+        tensor=edge.tensor,
+        forward_s=np.array([[time.whole_s for time in row] for row in ahead]),
+        backward_s=np.array([[time.whole_s for time in row] for row in back]),
+        forward_port_s=np.array([[time.port_s for time in row] for row in ahead]),
+        backward_port_s=np.array([[time.port_s for time in row] for row in back]),
+        forward_bytes=_NONE,
+        backward_bytes=_NONE,
+    )
+
+
+_NONE = np.zeros((1, 1))
+
+
+def _by_microbatch(edge: EdgeWork) -> tuple[Sequence[Sequence[Messages]], Sequence[Sequence[Messages]]]:
+    """[microbatch][slice] -> messages, forward and backward; one microbatch for all where they are alike."""
+    if not edge.ragged:
+        return [edge.forward], [edge.backward]
+    return [[ahead] for ahead, _ in edge.ragged], [[back] for _, back in edge.ragged]
+
+
+def with_buffers(cost: EdgeCost, edge: EdgeWork, members: Container[int] | None = None) -> EdgeCost:
+    """With the bytes of the devices that receive and send most: of all of them, or of `members` alone."""
+
+    def most(each: Sequence[Sequence[Messages]], sending: bool) -> Array:
+        return np.array([[_most_bytes(messages, sending, members) for messages in row] for row in each])
+
+    ahead, back = _by_microbatch(edge)
+    return replace(
+        cost,
+        forward_bytes=most(ahead, False),
+        backward_bytes=most(back, False),
+        forward_sent_bytes=most(ahead, True),
+        backward_sent_bytes=most(back, True),
+    )
+
+
+def _most_bytes(messages: Messages, sending: bool, members: Container[int] | None) -> float:
+    """Bytes that the device which receives most has room for, or which the one that sends most keeps until they have
+    left."""
+    totals: dict[int, float] = {}
+    for source, target, size in messages:
+        end = source if sending else target
+        if members is None or end in members:
+            totals[end] = totals.get(end, 0.0) + size
+    return max(totals.values(), default=0.0)

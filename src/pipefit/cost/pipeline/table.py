@@ -1,0 +1,417 @@
+"""The cost table of a whole pipeline: what schedules are built from and the simulator runs on.
+
+The devices of a lane work in step, so a lane's times and bytes are those of its slowest and fullest device: the
+largest over its replicas and shard positions. Where kinds of devices hold different amounts, the bytes of each kind
+stand beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.cost.comm.lowerings import shard_collective
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import stage_overhead_s
+from pipefit.cost.compute.operator_times import SILENT, CollectiveTime, free
+from pipefit.cost.compute.packed_rows import packed_costs
+from pipefit.cost.compute.roofline import LayerCost, LayerCosts, Place, forward_alone
+from pipefit.cost.memory.lanes import lane_limits, lane_parts, lanes_differ, state_shares
+from pipefit.cost.memory.stage import stage_memory
+from pipefit.cost.memory.step_end import end_bytes, reduce_copy_bytes, state_share
+from pipefit.cost.pipeline.edges import edge_cost, with_buffers
+from pipefit.cost.pipeline.overlap import Piece, hidden_s
+from pipefit.cost.pipeline.stage_cost import StageCost, action_tables, owed_table, worst_stage
+from pipefit.cost.pipeline.turns import with_turns
+from pipefit.cost.static_memory import COMPUTE_BYTES, GRADIENT_BYTES, Precision, optimizer_traffic_bytes
+from pipefit.cost.types import Array, CostTable, KindMemory
+from pipefit.cost.work import PipelineWork, StageWork
+from pipefit.layout import AxisName, Group, split
+from pipefit.model.graph import Graph
+
+ACTION_OVERHEAD_S = 20e-6
+"""Assumed: what the interpreter of the run needs per action beside the operators."""
+
+NOTES = (
+    "links: latency + bytes / bandwidth of the very link; messages that leave one port together share it",
+    "reductions: ring or two-level all-reduce over the very group, bucket by bucket",
+    f"interpreter overhead {ACTION_OVERHEAD_S * 1e6:.0f} us an action: assumed",
+    "static memory: parameters, gradients, AdamW state and 64 MiB of workspace (assumed) per device",
+)
+
+
+def cost_table(work: PipelineWork, network: Network, layers: LayerCosts) -> CostTable:
+    """All costs of one iteration. Every entry comes from `layers` (compute, activations) or `network` (the rest)."""
+    keys = [alike(stage, network) for stage in work.stages]
+    of_each: dict[object, list[Mapping[str, StageCost]]] = {}
+    beside: dict[object, tuple[float, Mapping[str, Sequence[Piece]]]] = {}
+    for key, stage in zip(keys, work.stages, strict=True):
+        if key not in of_each:
+            of_each[key] = _columns(stage, work, network, layers)
+            beside[key] = beside_backward(stage, work, network, layers)
+    by_kind = [of_each[key] for key in keys]
+    statics = lane_parts(work)
+    worst = [[worst_stage(each.values()) for each in row] for row in by_kind]
+    summed_s = np.array([reduce_s(stage, work, network) for stage in work.stages])
+    hidden = [_hidden_s(once, work, beside[key]) for once, key in zip(summed_s.tolist(), keys, strict=True)]
+    costs = CostTable(
+        actions=action_tables(worst, work.ragged),
+        edges=tuple(edge_cost(edge, network) for edge in work.edges),
+        reduce_s=summed_s + _tied_s(work, network),
+        reduce_hidden_s={kind: np.array([each[kind] for each in hidden]) for kind in ("B", "W")},
+        gather_s=np.array([gather_s(stage, work, network) for stage in work.stages]),
+        step_s=np.array([_step_s(lane, work, network) for lane in range(work.lanes)]),
+        static_bytes=np.array([sum(parts.values()) for parts in statics]),
+        owed_bytes=owed_table(worst, work.ragged),
+        reduce_copy_bytes=np.array(reduce_copy_bytes(work, network.over_gloo)),
+        overhead_s=ACTION_OVERHEAD_S + stage_overhead_s(network.cluster),
+        receives_ahead=network.over_gloo,
+        notes=(*_provenance(network), *layers.notes, *NOTES),
+    )
+    costs = with_turns(costs, work, network)
+    if not lanes_differ(work, network):
+        return costs
+    kinds = tuple(_kind_memory(name, costs, by_kind, work, network) for name in network.cluster.kinds)
+    return replace(costs, kinds=kinds)
+
+
+def slice_places(slices: Sequence[int]) -> list[tuple[int, int]]:
+    """(tokens, tokens before it) of every slice."""
+    return [(tokens, sum(slices[:index])) for index, tokens in enumerate(slices)]
+
+
+def stage_cost(
+    stage: StageWork,
+    tokens: int,
+    past: int,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> StageCost:
+    """Sums over the stage's layers, for the worst device of its group. `rings`: the shard groups whose collectives
+    run at the same time; None: the stage's own."""
+    return worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings).values())
+
+
+def stage_costs(
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> list[StageCost]:
+    """`stage_cost` of every slice, or of every microbatch where they differ."""
+    return [worst_stage(each.values()) for each in _columns(stage, work, network, layers, rings)]
+
+
+def _columns(
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> list[Mapping[str, StageCost]]:
+    """Of every slice, or of every microbatch where they differ: the worst of the stage's devices, by kind."""
+    if not stage.packed:
+        places = slice_places(stage.slices)
+        return [_stage_costs(stage, tokens, past, work, network, layers, rings) for tokens, past in places]
+    each = packed_costs(stage, lambda one: _stage_costs(one, one.slices[0], 0, work, network, layers, rings))
+    return [{kind: StageCost(*costs) for kind, costs in one.items()} for one in each]
+
+
+def collective_shares(
+    stage: StageWork,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+) -> list[Mapping[str, float]]:
+    """Of every slice, by kind of action (F, I, W and B), the part of its time that goes by in collectives over the
+    shard axis; of an average microbatch, where they differ. Arguments as of `stage_cost`."""
+    found: list[Mapping[str, float]] = []
+    for tokens, past in slice_places(stage.slices):
+        whole, rest = (
+            worst_stage(_stage_costs(stage, tokens, past, work, network, layers, rings, silent).values())
+            for silent in (False, True)
+        )
+        pairs = {
+            "F": (whole.forward_s, rest.forward_s),
+            "I": (whole.input_s, rest.input_s),
+            "W": (whole.weight_s, rest.weight_s),
+            "B": (whole.backward_s, rest.backward_s),
+        }
+        found.append({kind: 1.0 - rest_s / whole_s if whole_s else 0.0 for kind, (whole_s, rest_s) in pairs.items()})
+    return found
+
+
+def layer_costs(
+    stage: StageWork, precision: Precision, network: Network, layers: LayerCosts
+) -> Mapping[str, list[LayerCost]]:
+    """Of every layer of a stage alone: a whole row of tokens, the worst over the devices of the group; by kind of
+    device, and as '' over all of them."""
+    by_kind: dict[str, list[list[LayerCost]]] = {}
+    for kind, costs in _costs_by_place(stage, sum(stage.slices), 0, precision, network, layers):
+        by_kind.setdefault(kind, []).append(costs)
+    worst = {kind: _worst_layers(each) for kind, each in by_kind.items()}
+    return {**worst, "": _worst_layers([*worst.values()])}
+
+
+def shard_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """The devices of every shard group of a stage."""
+    return _rings(stage.group, "shard")
+
+
+def replica_rings(stage: StageWork) -> tuple[tuple[int, ...], ...]:
+    """The devices that hold the same shard, one ring per shard position."""
+    return _rings(stage.group, "replica")
+
+
+def reduce_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Seconds to sum the stage's gradients: over the replicas, and over the shard axis what is whole there. Those of
+    stages that take turns wait for each other (`cost/pipeline/turns.py`)."""
+    if stage.turns > 1:
+        return 0.0
+    width = GRADIENT_BYTES[work.precision]
+    total = 0.0
+    if stage.group.axis("shard").size > 1:
+        total += all_reduce_s(network, shard_rings(stage), max(stage.parameters.whole) * width)
+    if stage.group.axis("replica").size > 1:
+        collective = reduce_scatter_s if stage.split_state else all_reduce_s
+        total += collective(network, replica_rings(stage), max(stage.parameters.trainable) * width)
+    return total
+
+
+def reduce_hidden_s(
+    stage: StageWork, once_s: float, work: PipelineWork, network: Network, layers: LayerCosts
+) -> Mapping[str, float]:
+    """Seconds of the stage's reduction (`once_s`) that run beside its last backward, if that is a B or a W."""
+    return _hidden_s(once_s, work, beside_backward(stage, work, network, layers))
+
+
+def _hidden_s(
+    once_s: float, work: PipelineWork, beside: tuple[float, Mapping[str, Sequence[Piece]]]
+) -> dict[str, float]:
+    share, pieces = beside
+    if not once_s or not share:
+        return {"B": 0.0, "W": 0.0}
+    return {kind: share * hidden_s(once_s, pieces[kind], work.bucket_bytes) for kind in ("B", "W")}
+
+
+def beside_backward(
+    stage: StageWork, work: PipelineWork, network: Network, layers: LayerCosts
+) -> tuple[float, Mapping[str, Sequence[Piece]]]:
+    """The share of the stage's reduction beside its last backward that is free; and, where it is not 0, of every layer
+    the (bytes of gradients, seconds of a last backward of that kind: B or W)."""
+    share = min(network.kinds[device].overlap for device in stage.group.devices)
+    if not share:
+        return 0.0, {}
+    by_place = [costs for _, costs in _costs_by_place(stage, stage.slices[0], 0, work.precision, network, layers)]
+    each = _worst_layers(by_place)
+    width = GRADIENT_BYTES[work.precision]
+    sizes = [max(_trainable(graph) for graph in graphs) * width for graphs in stage.layers]
+    times = {"B": [cost.backward_s for cost in each], "W": [cost.weight_s for cost in each]}
+    return share, {kind: list(zip(sizes, seconds, strict=True)) for kind, seconds in times.items()}
+
+
+def gather_s(stage: StageWork, work: PipelineWork, network: Network) -> float:
+    """Seconds to gather the stepped parameters under ZeRO-1."""
+    if not stage.split_state or stage.group.axis("replica").size == 1:
+        return 0.0
+    return all_gather_s(network, replica_rings(stage), max(stage.parameters.trainable) * COMPUTE_BYTES[work.precision])
+
+
+def alike(stage: StageWork, network: Network) -> object:
+    """Equal for stages whose layers cost the same: equal graphs on devices of the same kinds with as many rows. Of
+    stages with a shard axis only for the very devices, whose links count."""
+    own: object = stage.group
+    if stage.group.axis("shard").size == 1:
+        places = zip(stage.group.devices, stage.group.positions("replica").values(), strict=True)
+        own = frozenset((network.kinds[device].name, stage.rows[replica]) for device, replica in places)
+    more = stage.symbols, stage.packed, stage.frozen
+    return tuple(map(id, stage.layers)), own, stage.slices, stage.recompute, stage.shares, *more
+
+
+@lru_cache(maxsize=4096)
+def _rings(group: Group, name: AxisName) -> tuple[tuple[int, ...], ...]:
+    """The runs of devices that differ along one axis only: all of them, in grid order."""
+    rings: dict[tuple[int, ...], list[int]] = {}
+    for device, place in _grid(group):
+        others = tuple(-1 if axis.name == name else at for axis, at in zip(group.axes, place, strict=True))
+        rings.setdefault(others, []).append(device)
+    return tuple(map(tuple, rings.values()))
+
+
+def _grid(group: Group) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(device, its position along every axis), in grid order."""
+    return zip(group.devices, itertools.product(*(range(axis.size) for axis in group.axes)), strict=True)
+
+
+def _distinct_places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
+    """(device, replica, shard position) of devices that differ in kind, rows or program: one for each combination."""
+    names = [axis.name for axis in stage.group.axes]
+    even = stage.shards_alike
+    found: dict[object, tuple[int, int, int]] = {}
+    for device, place in _grid(stage.group):
+        replica = place[names.index("replica")] if "replica" in names else 0
+        position = place[names.index("shard")] if "shard" in names else 0
+        key = (network.kinds[device].name, stage.rows[replica], 0 if even else position)
+        found.setdefault(key, (device, replica, position))
+    return list(found.values())
+
+
+def _costs_by_place(
+    stage: StageWork,
+    tokens: int,
+    past: int,
+    precision: Precision,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+    silent: bool = False,
+) -> Iterator[tuple[str, list[LayerCost]]]:
+    """(kind, the cost of every layer), for each distinct device of the group. `silent`: as if collectives were free."""
+    rings = (rings or shard_rings(stage)) if stage.group.axis("shard").size > 1 else None
+    every = {stage.shares_of(index) for index in range(len(stage.layers))}
+    collectives: dict[tuple[int, ...], CollectiveTime | None] = dict.fromkeys(every)
+    if rings:
+        collectives = {shares: free if silent else shard_collective(network, rings, shares) for shares in every}
+    earlier = sum(before < past for _, before in slice_places(stage.slices))
+    for device, replica, position in _distinct_places(stage, network):
+        kind = network.kinds[device]
+        rows, later, places, costs = stage.rows[replica], sum(stage.slices) - past - tokens, {}, []
+        for shares in collectives:
+            own_tokens, own_rows = (_part(length, shares, position) for length in (tokens, rows))
+            places[shares] = Place(rows, tokens, past, own_tokens, earlier, own_rows, later, stage.symbols)
+        for index, graphs in enumerate(stage.layers):
+            shares, graph = stage.shares_of(index), graphs[min(position, len(graphs) - 1)]
+            key, place = SILENT if silent else (rings, shares) if stage.shares else rings, places[shares]
+            cost = layers.layer(graph, place, kind, precision, stage.recompute, collectives[shares], key)
+            costs.append(forward_alone(cost) if index < stage.frozen else cost)
+        yield kind.name, costs
+
+
+def _part(length: int, shares: Sequence[int], position: int) -> int:
+    start, stop = split(length, shares)[position]
+    return stop - start
+
+
+def _stage_costs(
+    stage: StageWork,
+    tokens: int,
+    past: int,
+    work: PipelineWork,
+    network: Network,
+    layers: LayerCosts,
+    rings: tuple[tuple[int, ...], ...] | None = None,
+    silent: bool = False,
+) -> Mapping[str, StageCost]:
+    """The worst of the stage's devices, by kind."""
+    by_kind: dict[str, list[StageCost]] = {}
+    for kind, costs in _costs_by_place(stage, tokens, past, work.precision, network, layers, rings, silent):
+        by_kind.setdefault(kind, []).append(StageCost(*_sum_layers(costs)))
+    return {kind: worst_stage(each) for kind, each in by_kind.items()}
+
+
+def _kind_memory(
+    name: str,
+    costs: CostTable,
+    by_kind: Sequence[Sequence[Mapping[str, StageCost]]],
+    work: PipelineWork,
+    network: Network,
+) -> KindMemory:
+    """What the devices of one kind hold; on lanes without them the same as all."""
+    own = [[each.get(name) or worst_stage(each.values()) for each in row] for row in by_kind]
+    members = frozenset(device for device, kind in enumerate(network.kinds) if kind.name == name)
+    parts = lane_parts(work, network, name)
+    table = replace(
+        costs,
+        actions=action_tables(own, work.ragged),
+        owed_bytes=owed_table(own, work.ragged),
+        edges=tuple(with_buffers(cost, edge, members) for cost, edge in zip(costs.edges, work.edges, strict=True)),
+        static_bytes=np.array([sum(each.values()) for each in parts]),
+    )
+    return KindMemory(
+        name=name,
+        devices=members,
+        limit_bytes=np.array(lane_limits(work, network, name)),
+        table=table,
+        parts=parts,
+        end_bytes=np.array(end_bytes(work, network.over_gloo, state_shares(work, network, name))),
+    )
+
+
+def _trainable(graph: Graph) -> int:
+    return sum(prod(map(int, one.shape)) for one in graph.parameters if one.trainable)
+
+
+def _worst_layers(by_place: Sequence[list[LayerCost]]) -> list[LayerCost]:
+    """Of every layer, over places."""
+    return by_place[0] if len(by_place) == 1 else [_worst(each) for each in zip(*by_place, strict=True)]
+
+
+def _worst(each: Sequence[LayerCost]) -> LayerCost:
+    fullest = max(each, key=lambda cost: cost.passing.forward if cost.passing else 0)
+    return LayerCost(
+        forward_s=max(cost.forward_s for cost in each),
+        input_s=max(cost.input_s for cost in each),
+        weight_s=max(cost.weight_s for cost in each),
+        fused_s=max(cost.backward_s for cost in each),
+        saved_bytes=max(cost.saved_bytes for cost in each),
+        pending_bytes=max(cost.pending_bytes for cost in each),
+        passing=fullest.passing,
+        owed_before=max(cost.owed_before for cost in each),
+        owed_behind=max(cost.owed_behind for cost in each),
+    )
+
+
+def _sum_layers(each: Sequence[LayerCost]) -> tuple[float, ...]:
+    memory = stage_memory(each)
+    return (
+        sum(cost.forward_s for cost in each),
+        sum(cost.input_s for cost in each),
+        sum(cost.weight_s for cost in each),
+        sum(cost.backward_s for cost in each),
+        memory.saved_bytes,
+        memory.pending_bytes,
+        *(memory.passing[kind] for kind in ("F", "I", "B", "W")),
+        sum(cost.owed_behind for cost in each),
+    )
+
+
+def _tied_s(work: PipelineWork, network: Network) -> Array:
+    """Per stage: exchanging the gradients of parameters that it shares with other stages."""
+    total = np.zeros(len(work.stages))
+    for tied in work.tied:
+        if not tied.rings:
+            total[list(tied.stages)] += network.transfer(tied.messages).whole_s
+    return total
+
+
+def _step_s(lane: int, work: PipelineWork, network: Network) -> float:
+    total = 0.0
+    for stage in work.stages:
+        if stage.lane == lane:
+            slowest = min(network.kinds[device].memory_bandwidth_bytes_per_s for device in stage.group.devices)
+            moved = optimizer_traffic_bytes(max(stage.parameters.trainable), state_share(stage), work.precision)
+            total += moved / slowest
+    return total
+
+
+def _provenance(network: Network) -> tuple[str, ...]:
+    cluster = network.cluster
+    notes = [f"cluster {cluster.name}: {cluster.provenance.source}; {cluster.provenance.where}"]
+    for kind in cluster.kinds.values():
+        origin = f"{kind.provenance.source}; {kind.provenance.where}"
+        known = kind.provenance.source == "measured"
+        how = "as measured layers reach it" if known else "assumed"
+        notes.append(f"device kind {kind.name}: {origin}; efficiency {kind.efficiency:.2g} {how}")
+        beside = f"{kind.overlap:.0%} of what runs beside the last backward is free" if kind.overlap else "none is free"
+        notes.append(f"reductions on {kind.name} beside a backward: {beside}: assumed")
+    return tuple(notes)

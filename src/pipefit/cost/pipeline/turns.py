@@ -1,0 +1,50 @@
+"""What stages cost that take turns on the lanes of others: the sum of their gradients, and handing over on a lane.
+
+Their parameters lie on all their lanes, so gradients are summed over the devices of all of them at once, when all have
+come to that. A lane's own stages may be neighbours in the chain with grids of their own: then tensors change places
+between the lane's devices although no transfer between lanes is due, and the stage that takes turns waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pipefit.cost.comm.collectives import all_reduce_s
+from pipefit.cost.comm.network import Network
+from pipefit.cost.static_memory import GRADIENT_BYTES
+from pipefit.cost.types import ActionTable, Array, CostTable, EdgeCost
+from pipefit.cost.work import PipelineWork
+
+
+def with_turns(costs: CostTable, work: PipelineWork, network: Network) -> CostTable:
+    """These costs with what stages that take turns add."""
+    width = GRADIENT_BYTES[work.precision]
+    summed_s = np.zeros(len(work.stages))
+    for tied in work.tied:
+        if tied.rings:
+            summed_s[list(tied.stages)] += all_reduce_s(network, tied.rings, tied.elements * width)
+    if summed_s.any():
+        costs = replace(costs, tied_s=summed_s)
+    for edge, own in zip(costs.edges, work.edges, strict=True):
+        source, target = work.stages[edge.source], work.stages[edge.target]
+        if source.lane == target.lane and (source.group != target.group or own.ragged):
+            waits = edge.target if target.turns > 1 else edge.source
+            costs = _waiting(costs, edge, waits, len(work.stages))
+    return costs
+
+
+def _waiting(costs: CostTable, edge: EdgeCost, stage: int, stages: int) -> CostTable:
+    """With the exchange of an edge within a lane as part of the forward and the backward of one stage."""
+    actions = dict(costs.actions)
+    for kind, seconds in (("F", edge.forward_s), ("B", edge.backward_s), ("I", edge.backward_s)):
+        actions[kind] = _longer(actions[kind], seconds, stage, stages)
+    return replace(costs, actions=actions)
+
+
+def _longer(table: ActionTable, seconds: Array, stage: int, stages: int) -> ActionTable:
+    microbatches = max(table.time_s.shape[1], len(seconds))
+    time_s = np.broadcast_to(table.time_s, (stages, microbatches, table.time_s.shape[2])).copy()
+    time_s[stage] += seconds
+    return replace(table, time_s=time_s)

@@ -1,0 +1,1 @@
+"""Sums over operator graphs: FLOPs, saved bytes, transient memory, pointwise regions, splits."""

@@ -1,0 +1,92 @@
+"""Sums over a graph: FLOPs, what recomputation adds, and the bytes that its operators read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipefit.model.analysis.saved import Recompute, analysis_of, call_of, effective_recompute, element_bytes
+from pipefit.model.graph import Graph, Operator, Shape, size_value
+from pipefit.model.ops.kind import Flops
+from pipefit.model.ops.table import KINDS
+from pipefit.model.ops.unshard import weights
+
+
+def infer(kind: str, inputs: tuple[Shape | None, ...], attributes: Mapping[str, Any]) -> tuple[Shape, ...]:
+    """Output shapes of an operator from its input shapes (None for an absent optional input)."""
+    return KINDS[kind].shapes(inputs, attributes)
+
+
+def graph_flops(graph: Graph, symbols: Mapping[str, int]) -> Flops:
+    """FLOPs of one forward and backward of `graph`, split into forward, input gradient (I) and weight gradient (W).
+
+    `symbols` gives B and T, and P where earlier slices are attended to. Convention: see `kind.Flops`.
+    """
+    return sum((operator_flops(graph, operator, symbols) for operator in graph.operators), Flops())
+
+
+def operator_flops(graph: Graph, operator: Operator, symbols: Mapping[str, int]) -> Flops:
+    """FLOPs of one operator of `graph`. No weight gradient of frozen parameters, no gradient of what is made from the
+    step plan alone (pixels)."""
+    flops = KINDS[operator.kind].flops(call_of(graph, operator, symbols, 4))
+    if flops.weight_gradient:
+        found = weights(graph)
+        read = [found[name] for name in operator.inputs if name in found]
+        if read and not any(spec.trainable for spec in read):
+            flops = replace(flops, weight_gradient=0)
+        if from_data(graph, operator):
+            flops = replace(flops, input_gradient=0)
+    return flops
+
+
+def from_data(graph: Graph, operator: Operator) -> bool:
+    """Whether no input of an operator but its parameters wants a gradient: all is made from the model's data."""
+    if not any(tensor.role == "data" for tensor in graph.inputs):
+        return False
+    analysis = analysis_of(graph, 4)
+    return not any(analysis.needs_gradient(name) for name in operator.inputs if name not in analysis.parameters)
+
+
+def recompute_flops(graph: Graph, symbols: Mapping[str, int], recompute: Recompute) -> int:
+    """FLOPs that recomputation adds to a backward pass: a forward where the layer is fully recomputed, else none."""
+    if effective_recompute(graph, recompute) != "full":
+        return 0
+    return graph_flops(graph, symbols).forward
+
+
+def graph_traffic_bytes(graph: Graph, symbols: Mapping[str, int], compute_bytes: int) -> int:
+    """Bytes that a forward of `graph` reads and writes if every operator but views goes through memory: each operator
+    reads its inputs and parameters once and writes its outputs once (no fusion)."""
+    return sum(operator_traffic_bytes(graph, operator, symbols, compute_bytes) for operator in graph.operators)
+
+
+def operator_traffic_bytes(graph: Graph, operator: Operator, symbols: Mapping[str, int], compute_bytes: int) -> int:
+    """Bytes that one operator reads and writes in its forward."""
+    if KINDS[operator.kind].view:
+        return 0
+    names = [name for name in (*operator.inputs, *operator.outputs) if name]
+    parameters = weights(graph)
+    total = 0
+    for name in names:
+        shape, width = _shape_and_width(graph, parameters, name, compute_bytes)
+        count = 1
+        for size in shape:
+            count *= size_value(size, symbols)
+        total += count * width
+    if operator.kind == "embedding":
+        weight = parameters[operator.inputs[1]]
+        rows = call_of(graph, operator, symbols, compute_bytes).inputs[0]
+        assert rows is not None
+        read = weight.shape[1]
+        for size in rows:
+            read *= size
+        total += (read - weight.shape[0] * weight.shape[1]) * compute_bytes
+    return total
+
+
+def _shape_and_width(graph: Graph, parameters: Mapping[str, Any], name: str, compute_bytes: int) -> tuple[Shape, int]:
+    if name in parameters:
+        return parameters[name].shape, compute_bytes
+    tensor = graph.tensor(name)
+    return tensor.shape, element_bytes(tensor.dtype, compute_bytes)

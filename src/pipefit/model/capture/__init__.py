@@ -1,0 +1,1 @@
+"""From plain modules to operator graphs by torch.export."""

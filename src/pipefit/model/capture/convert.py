@@ -1,0 +1,69 @@
+"""From the nodes of an exported program to operators: one small converter an ATen operator.
+
+Nodes are read by their attributes only, so that nothing here needs torch. A node without a converter, or with
+arguments that we cannot express, raises `Unconvertible` with the reason; the layer then becomes opaque.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.model.capture import convert_any, convert_compute, convert_losses, convert_shape
+from pipefit.model.capture.emitter import CONVERTERS, Emitter, Unconvertible, is_number, line_of
+
+__all__ = ["Emitter", "Unconvertible", "convert"]
+
+REGISTERED_BY = (convert_compute, convert_losses, convert_shape)
+"""The modules whose import fills `CONVERTERS` and `convert_any.ANY`."""
+
+_IGNORED = {
+    "aten._assert_tensor_metadata",
+    "aten.promote_types",
+    "aten.sym_constrain_range_for_size",
+    "aten._assert_scalar",
+}
+
+
+def convert(emitter: Emitter, node: Any, layer: str) -> None:
+    """Append the operators of one exported `call_function` node."""
+    target = str(node.target)
+    base = ".".join(target.split(".")[:2])
+    if base in _IGNORED or ("val" not in node.meta and not emitter.whole):
+        return
+    if "val" in node.meta and is_number(node.meta["val"]):
+        return  # arithmetic on sizes: read from the shapes of its users
+    if target == "<built-in function getitem>":
+        source, index = node.args
+        if source in emitter.inner:
+            emitter.stand_for(node, emitter.inner[source][index])
+            return
+        emitter.names[node] = emitter.parts[source][index]
+        return
+    emitter.source = _source(node) or layer
+    if emitter.whole:
+        convert_any.convert_any(emitter, node, base, convert_known)
+    else:
+        convert_known(emitter, node, base)
+
+
+def convert_known(emitter: Emitter, node: Any, base: str) -> None:
+    """A node whose function (`base`) has a converter. Raises Unconvertible where it has none."""
+    arguments = list(node.args)
+    if base in convert_shape.SPLITTERS:
+        emitter.parts[node] = convert_shape.SPLITTERS[base](emitter, node, arguments, node.kwargs)
+    elif base in CONVERTERS:
+        emitter.names[node] = CONVERTERS[base](emitter, node, arguments, node.kwargs)
+    else:
+        hint = " (it works in place)" if base.endswith("_") else ""
+        target = str(node.target).removeprefix("aten.")
+        raise Unconvertible(f"there is no operator for {target}{hint}{line_of(node)}")
+
+
+def _source(node: Any) -> str:
+    """The module path within the layer, and its class."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path, kind = stack[-1]
+    name = str(kind).rsplit(".", 1)[-1]
+    return f"{path} ({name})" if path else name

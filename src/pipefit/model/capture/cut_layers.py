@@ -1,0 +1,254 @@
+"""Cutting the graph of a whole model into a chain of layers, at values that alone pass from what is before to what is
+behind. Parts that do the same become layers that share one graph.
+
+What needs no parameters (positions, masks, rotary tables: made of constants and of inputs that every device is fed)
+does not count as passing: every layer that reads such a value makes it again. The pieces between cuts are put together
+by the names of their parameters: what stands under one numbered name (`encoder.layer.3`) is one layer. A graph without
+a cut stays one layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipefit.codec import digest
+from pipefit.model.capture.rewrite import canonical_names, unlike
+from pipefit.model.graph import Graph, Layer, Operator, ParameterSpec, Tensor
+from pipefit.model.ops import KINDS
+
+WHOLE = "model"
+"The name of a layer that is all of a model."
+
+
+def cut_layers(graph: Graph) -> tuple[tuple[Layer, ...], dict[str, Graph]]:
+    """(the chain, its graphs by hash). Parameters keep their names in the model as global ones."""
+    shared = _made_anywhere(graph) if graph.parameters else {}
+    parts = _joined(_pieces(graph, shared))
+    layers: list[Layer] = []
+    graphs: dict[str, Graph] = {}
+    known: dict[str, str] = {}
+    names = [part.name or ("head" if part is parts[-1] else "front" if part is parts[0] else "part") for part in parts]
+    names = _unique(names) if len(parts) > 1 else [WHOLE]
+    takes = ""
+    for part, name in zip(parts, names, strict=True):
+        made, parameters = _layer_graph(graph, shared, part, takes)
+        same = known.setdefault(digest(_without_sources(made)), made.hash)
+        graphs.setdefault(same, made)
+        layers.append(Layer(name=name, graph=same, parameters=parameters))
+        takes = part.gives
+    return tuple(layers), graphs
+
+
+@dataclass(slots=True)
+class _Part:
+    """Consecutive operators behind which one value passes on."""
+
+    operators: list[Operator]
+    gives: str
+    parameters: list[ParameterSpec] = field(default_factory=list)
+    key: str = ""
+    "The numbered name that all its parameters stand under; '' where there is none."
+
+    @property
+    def light(self) -> bool:
+        """Whether it does no matrix product: norms, tables."""
+        return not any(KINDS[operator.kind].heavy for operator in self.operators)
+
+    @property
+    def name(self) -> str:
+        return self.key or _common(spec.name.rpartition(".")[0] for spec in self.parameters)
+
+
+def _made_anywhere(graph: Graph) -> dict[str, Operator]:
+    """Values that need no parameters, no random numbers and no heavy work -> what makes them."""
+    known = {tensor.name for tensor in graph.inputs}
+    found: dict[str, Operator] = {}
+    for operator in graph.operators:
+        free = operator.kind != "dropout" and not KINDS[operator.kind].heavy
+        if free and all(name in known for name in operator.inputs if name):
+            found |= dict.fromkeys(operator.outputs, operator)
+            known |= {*operator.outputs}
+    return found
+
+
+def _pieces(graph: Graph, shared: Mapping[str, Operator]) -> list[_Part]:
+    """The finest parts."""
+    chain = [operator for operator in graph.operators if operator.outputs[0] not in shared]
+    specs = {spec.name: spec for spec in graph.parameters}
+    tensors = {tensor.name: tensor for tensor in graph.tensors}
+    made = {name for operator in chain for name in operator.outputs}
+    last = {name: place for place, operator in enumerate(chain) for name in operator.inputs if name in made}
+    last |= dict.fromkeys(graph.outputs, len(chain))
+    pieces: list[_Part] = []
+    alive: set[str] = set()
+    begun = 0
+    for place, operator in enumerate(chain):
+        alive |= {name for name in operator.outputs if name in last}
+        alive -= {name for name in operator.inputs if last.get(name) == place}
+        end = place == len(chain) - 1
+        if end or (specs and len(alive) == 1 and _passes(tensors[next(iter(alive))])):
+            piece = _Part(chain[begun : place + 1], graph.outputs[0] if end else next(iter(alive)))
+            read = {name for each in piece.operators for name in each.inputs}
+            piece.parameters = [specs[name] for name in specs if name in read]
+            piece.key = _numbered(_common(spec.name for spec in piece.parameters))
+            pieces.append(piece)
+            begun = place + 1
+    return pieces
+
+
+def _passes(tensor: Tensor) -> bool:
+    """Whether stages can hand a value on: rows in front, in the type of computing."""
+    return tensor.dtype == "compute" and tensor.shape[:1] == ("B",) and "B" not in str(tensor.shape[1:])
+
+
+def _joined(pieces: Sequence[_Part]) -> list[_Part]:
+    """Layers: pieces under one numbered name together, unless they use a parameter again (layers that are applied
+    several times); other pieces with what is beside them where one of both has no matrix product."""
+    parts: list[_Part] = []
+    for piece in _without_empty(pieces):
+        if parts and _belongs(parts[-1], piece):
+            _append(parts[-1], piece)
+        else:
+            parts.append(piece)
+    return parts
+
+
+def _belongs(before: _Part, piece: _Part) -> bool:
+    again = {spec.name for spec in before.parameters} & {spec.name for spec in piece.parameters}
+    return not again and before.key == piece.key and (bool(piece.key) or before.light or piece.light)
+
+
+def _without_empty(pieces: Sequence[_Part]) -> list[_Part]:
+    """Pieces without parameters go to a neighbour: rather to one that is no numbered block, whose like are many."""
+    kept: list[_Part] = []
+    waiting: list[Operator] = []
+    for place, piece in enumerate(pieces):
+        if piece.parameters or len(pieces) == 1:
+            piece.operators = [*waiting, *piece.operators]
+            waiting = []
+            kept.append(piece)
+            continue
+        after = next((one for one in pieces[place + 1 :] if one.parameters), None)
+        if after is None or (kept and not waiting and (not kept[-1].key or after.key)):
+            _append(kept[-1], piece)
+        else:
+            waiting += piece.operators
+    return kept
+
+
+def _append(part: _Part, piece: _Part) -> None:
+    part.operators += piece.operators
+    part.parameters += piece.parameters
+    part.gives = piece.gives
+
+
+def _common(names: Iterable[str]) -> str:
+    """The longest front, in whole words between dots, that all names share."""
+    words = [name.split(".") for name in names]
+    front = []
+    for each in zip(*words, strict=False):
+        if len({*each}) > 1:
+            break
+        front.append(each[0])
+    return ".".join(front)
+
+
+def _numbered(name: str) -> str:
+    """`name` up to its last number (`h.3.attn` -> `h.3`); where it has none, up to its first word that ends with one
+    (`conv3.weight` -> `conv3`)."""
+    words = name.split(".")
+    numbers = [place for place, word in enumerate(words) if word.isdigit()]
+    if numbers:
+        return ".".join(words[: numbers[-1] + 1])
+    numbers = [place for place, word in enumerate(words) if re.search(r"\d$", word)]
+    return ".".join(words[: numbers[0] + 1]) if numbers else ""
+
+
+def _layer_graph(graph: Graph, shared: Mapping[str, Operator], part: _Part, takes: str) -> tuple[Graph, dict[str, str]]:
+    """The graph of one layer, and its parameters' local -> global names. `takes` passes from the layer before."""
+    operators = _with_shared(part.operators, shared)
+    read = {name for operator in operators for name in operator.inputs}
+    tensors = {tensor.name: tensor for tensor in (*graph.inputs, *graph.tensors)}
+    inputs = [tensor for tensor in graph.inputs if tensor.name in read]
+    local = _local_names([spec.name for spec in graph.parameters if spec.name in read], part.key)
+    renamed = dict(local)
+    if takes:
+        hidden = unlike("x", {*local.values(), *(tensor.name for tensor in inputs)}, "hidden")
+        renamed[takes] = hidden
+        inputs.insert(0, replace(tensors[takes], name=hidden, role="activation"))
+    dropouts = 0
+    written = []
+    for operator in operators:
+        attributes = dict(operator.attributes)
+        if operator.kind == "dropout":  # numbered within the layer, whose place is part of the key
+            attributes["index"], dropouts = dropouts, dropouts + 1
+        written.append(
+            replace(
+                operator,
+                inputs=tuple(renamed.get(name, name) for name in operator.inputs),
+                attributes=attributes,
+                source=_within(operator.source, part.key),
+            )
+        )
+    made = Graph(
+        inputs=tuple(inputs),
+        outputs=(part.gives,),
+        operators=tuple(written),
+        parameters=tuple(replace(spec, name=local[spec.name]) for spec in graph.parameters if spec.name in local),
+        tensors=tuple(tensors[name] for operator in operators for name in operator.outputs),
+    )
+    return canonical_names(made), {short: name for name, short in local.items()}
+
+
+def _with_shared(operators: Sequence[Operator], shared: Mapping[str, Operator]) -> list[Operator]:
+    """The operators, each behind those of the shared values that it needs and that are not there yet."""
+    found: list[Operator] = []
+    there: set[str] = set()
+
+    def bring(name: str) -> None:
+        operator = shared.get(name)
+        if operator is None or name in there:
+            return
+        for each in operator.inputs:
+            bring(each)
+        there.update(operator.outputs)
+        found.append(operator)
+
+    for operator in operators:
+        for name in operator.inputs:
+            bring(name)
+        found.append(operator)
+    return found
+
+
+def _local_names(names: Sequence[str], key: str) -> dict[str, str]:
+    """Names in the model -> names in the layer: without the block's own, so that equal blocks have equal names."""
+    front = f"{key}." if key else ""
+    short = {name: name.removeprefix(front) if front and name.startswith(front) else name for name in names}
+    assert len({*short.values()}) == len(short), f"two parameters of one name in {key}"
+    return short
+
+
+def _within(source: str, key: str) -> str:
+    """A module path without the block's own: `model.h.3.attn (Attention)` -> `attn (Attention)`."""
+    path = source.removeprefix("model.")
+    if not key or not path.startswith(key):
+        return source
+    rest = path[len(key) :]
+    return rest[1:] if rest[:1] in (".", " ") else source
+
+
+def _without_sources(graph: Graph) -> Graph:
+    return replace(graph, operators=tuple(replace(operator, source="") for operator in graph.operators))
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Names made unlike by a number behind those that came before (a layer that is applied again)."""
+    found: list[str] = []
+    times: dict[str, int] = {}
+    for name in names:
+        times[name] = times.get(name, 0) + 1
+        found.append(name if times[name] == 1 else f"{name}#{times[name]}")
+    return found

@@ -1,0 +1,172 @@
+"""What converters are written with: the emitter that collects operators, and the register of converters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipefit.model.capture.rewrite import unlike
+from pipefit.model.graph import Operator, Shape, Size, Tensor, multiply_sizes
+
+LAYER_CONSTANT, WHOLE_CONSTANT = 1 << 16, 1 << 22
+"""Numbers of a constant that a graph may hold: one of a layer, one of a whole model."""
+
+
+class Unconvertible(Exception):
+    """Why a layer cannot be expressed in our operators, and where."""
+
+
+class Emitter:
+    """Collects operators. `names` maps exported nodes to values; an absent node has no value of ours."""
+
+    def __init__(self, symbols: Mapping[str, str], compute_dtype: str, prefix: str, whole: bool = False) -> None:
+        self.symbols = symbols
+        "Symbols of the export -> ours, for example s77 -> B."
+        self.whole = whole
+        "A whole model with tokens of one number: what has no converter is called as it is (`convert_any.py`)."
+        self.unknown: dict[str, str] = {}
+        "Functions that are called as they are and cannot be split -> where the first of them stands."
+        self.means: set[str] = set()
+        "Values that are sums here and means in the model: losses."
+        self.inner: dict[Any, Sequence[Any]] = {}
+        "Nodes that stand for a graph inside: the nodes of its results."
+        self.compute_dtype = compute_dtype
+        self.tensors: dict[str, Tensor] = {}
+        self.given: dict[str, Shape] = {}
+        "Shapes of inputs and parameters."
+        self.operators: list[Operator] = []
+        self.names: dict[Any, str] = {}
+        self.parts: dict[Any, list[str]] = {}
+        "Values of nodes that give several (chunk, split)."
+        self.constants: dict[Any, Any] = {}
+        "Nodes with known numbers (torch tensors), not yet in the graph."
+        self.dropouts = 0
+        self.largest = WHOLE_CONSTANT if whole else LAYER_CONSTANT
+        self.source = prefix
+
+    def value(self, node: Any) -> str:
+        """The name of the value of `node`; a constant enters the graph when it is first read."""
+        if node is None:
+            return ""
+        if node in self.names:
+            return self.names[node]
+        if node in self.constants:
+            self.names[node] = self._constant(node)
+            return self.names[node]
+        raise Unconvertible(f"the value of {node} is not a tensor that a layer can hand on")
+
+    def stand_for(self, node: Any, other: Any) -> None:
+        """Let `node` have the value of the node `other`."""
+        if other in self.constants:
+            self.constants[node] = self.constants[other]
+        else:
+            self.names[node] = self.value(other)
+
+    def _constant(self, node: Any) -> str:
+        numbers = self.constants[node]
+        shape, dtype = tuple(numbers.shape), self.dtype(node) if self.whole else self.dtype_name(numbers.dtype)
+        values: Any
+        if len(shape) == 2 and shape[0] == shape[1] and numbers.numel() > LAYER_CONSTANT and is_causal(numbers):
+            values = "causal"
+        elif numbers.numel() > self.largest:
+            raise Unconvertible(f"a constant of {numbers.numel()} numbers")
+        else:
+            values = numbers.double().flatten().tolist()
+        return self.emit("constant", (), shape, dtype, {"values": values, "shape": list(shape), "dtype": dtype})
+
+    def shape_of(self, name: str) -> Shape:
+        """The shape of a value, an input or a parameter."""
+        return self.tensors[name].shape if name in self.tensors else self.given[name]
+
+    def shape(self, node: Any) -> Shape:
+        """The shape of the exported node in our symbols."""
+        return tuple(self.size(size) for size in node.meta["val"].shape)
+
+    def size(self, size: Any) -> Size:
+        """A size of the export: a number, or a product of symbols. Anything else cannot be converted."""
+        if isinstance(size, int):
+            return size
+        expression = getattr(size, "node", size).expr
+        factors: list[Size] = []
+        for factor, power in expression.as_powers_dict().items():
+            name = str(factor)
+            if name in self.symbols and power == int(power) and power > 0:
+                factors += [self.symbols[name]] * int(power)
+            elif factor.is_Integer and power == 1:
+                factors.append(int(factor))
+            else:
+                raise Unconvertible(f"the size {expression} is not a product of rows, tokens and numbers")
+        return multiply_sizes(*factors)
+
+    def dtype(self, node: Any) -> str:
+        return self.dtype_name(node.meta["val"].dtype)
+
+    def dtype_name(self, dtype: Any) -> str:
+        """Our name of a torch dtype."""
+        name = str(dtype).removeprefix("torch.")
+        if name == self.compute_dtype:
+            return "compute"
+        if name in ("float32", "float64"):
+            return "float32"
+        if name in ("int64", "int32", "uint8", "bool"):
+            return name
+        raise Unconvertible(f"the number type {name}")
+
+    def emit(
+        self, kind: str, inputs: Sequence[str], shape: Shape, dtype: str, attributes: Mapping[str, Any] | None = None
+    ) -> str:
+        """Append an operator; gives the name of its value."""
+        name = unlike(f"t{len(self.tensors)}", self.given)
+        self.tensors[name] = Tensor(name=name, shape=shape, dtype=dtype)
+        self.operators.append(
+            Operator(
+                kind=kind, inputs=tuple(inputs), outputs=(name,), attributes=dict(attributes or {}), source=self.source
+            )
+        )
+        return name
+
+    def like(self, node: Any, kind: str, inputs: Sequence[str], attributes: Mapping[str, Any] | None = None) -> str:
+        """Append an operator whose value has the shape and type of `node`."""
+        return self.emit(kind, inputs, self.shape(node), self.dtype(node), attributes)
+
+    def rank(self, node: Any) -> int:
+        return len(node.meta["val"].shape)
+
+    def dim(self, node: Any, dim: int) -> int:
+        """A dimension of `node`, not negative."""
+        return dim + self.rank(node) if dim < 0 else dim
+
+
+Converter = Callable[[Emitter, Any, list[Any], Mapping[str, Any]], str]
+"""(emitter, node, arguments, keywords) -> the name of the node's value."""
+CONVERTERS: dict[str, Converter] = {}
+
+
+def converts(*targets: str) -> Callable[[Converter], Converter]:
+    def register(function: Converter) -> Converter:
+        for target in targets:
+            CONVERTERS[target] = function
+        return function
+
+    return register
+
+
+def is_causal(mask: Any) -> bool:
+    """Whether a square mask (torch, bool) lets key j be seen by query i where j <= i."""
+    return str(mask.dtype) == "torch.bool" and bool((mask == mask.new_ones(mask.shape).tril()).all())
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, bool)) or not (hasattr(value, "shape") or isinstance(value, (list, tuple)))
+
+
+def line_of(node: Any) -> str:
+    """` at FILE:LINE` of the user's code that made the node."""
+    lines = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
+    lines = [line for line in lines if "/pipefit/model/" not in line and "/torch/nn/" not in line]
+    if not lines:
+        return ""
+    file, line = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
+    return f", at {file.rsplit('/', 1)[-1]}:{line}"

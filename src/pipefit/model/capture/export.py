@@ -1,0 +1,126 @@
+"""What exports of layers and of whole models share: copies without numbers, quiet, reasons in one line, known numbers.
+
+Torch is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+from pipefit.model.capture.convert import Emitter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MODULE = "language"
+"The name of the only module of a captured chain."
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own warnings, logs and printed graphs: what they say of a failure stands in the reason."""
+    import logging
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def export_reason(error: Exception, layer: nn.Module) -> str:
+    """The message in one line, and the last line of the user's code that it came from."""
+    import traceback
+
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
+    lines = [line for line in lines if "TORCH_LOGS" not in line] or [type(error).__name__]
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if "/torch/" not in f.filename and "/pipefit/model/" not in f.filename]
+    outside = [f for f in outside if f.filename not in ("<string>", "<frozen importlib._bootstrap>")]
+    if "specialized it to be a constant" in lines[0]:
+        lines[0] = "it works for one number of rows only: somewhere rows become a plain number, as len(x) makes them"
+    user = re.search(r'File "([^"]+)", line (\d+)', str(error))
+    if outside:
+        file, line = outside[-1].filename, str(outside[-1].lineno)
+    elif user is not None:
+        file, line = user[1], user[2]
+    else:
+        code = type(layer).forward.__code__
+        file, line = code.co_filename, str(code.co_firstlineno)
+    return f"{lines[0][:200]}, at {file.rsplit('/', 1)[-1]}:{line}"
+
+
+def on_meta(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the layer without numbers: parameters in `dtype` on the meta device, leaves as one operator each."""
+    import copy
+
+    import torch
+
+    memo: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty(parameter.shape, dtype=kind, device="meta")
+        memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in layer.buffers():
+        kind = dtype if buffer.is_floating_point() and dtype != torch.bfloat16 else buffer.dtype
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=kind, device="meta")
+    module = copy.deepcopy(layer, memo)
+    _replace_leaves(module)
+    return module
+
+
+def _replace_leaves(module: nn.Module) -> None:
+    """Let every Leaf call the custom operator `pipefit::leaf` instead of its own forward."""
+    from pipefit.model.families.common import Leaf
+    from pipefit.model.families.leaf import leaf
+
+    for child in module.modules():
+        if not isinstance(child, Leaf):
+            continue
+        attributes = json.dumps(child.operator_attributes(), sort_keys=True)
+
+        def forward(*args: Any, _child: Leaf = child, _attributes: str = attributes) -> Any:
+            parameters = [_child.get_parameter(name) for name in _child.operator_parameters()]
+            return leaf([*args, *parameters], _child.kind, _attributes)
+
+        child.forward = forward
+
+
+def fold(emitter: Emitter, node: Any) -> bool:
+    """Compute a node whose inputs are all known numbers (frequencies of rotary embeddings, scales)."""
+    import torch
+
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return False
+    if any(source not in emitter.constants for source in node.all_input_nodes) or value.numel() > emitter.largest:
+        return False
+    if "rand" in str(node.target) or "dropout" in str(node.target):
+        return False
+
+    def known(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            return _precise(emitter.constants[item]) if emitter.whole else emitter.constants[item].clone()
+        if emitter.whole and isinstance(item, torch.dtype) and item.is_floating_point:
+            return torch.float64  # no number is rounded to the types of the export
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    arguments = torch.fx.node.map_aggregate(node.args, known)
+    keywords = torch.fx.node.map_aggregate(dict(node.kwargs), known)
+    emitter.constants[node] = node.target(*arguments, **keywords)
+    return True
+
+
+def _precise(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy, in float64 where it is no integers."""
+    return numbers.double() if numbers.is_floating_point() else numbers.clone()

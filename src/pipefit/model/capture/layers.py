@@ -1,0 +1,369 @@
+"""Capture: from plain modules to operator graphs, by non-strict `torch.export` on the meta device.
+
+Every distinct layer is exported once, in bfloat16 (so that casts to float32 are visible), with rows B and tokens T as
+dynamic dimensions: an export that would freeze one of them fails. The nodes become operators (`convert.py`), small
+pieces become our kinds again (`lift.py`). A layer that cannot be exported or expressed becomes one `opaque` operator,
+with a warning that names the layer, the line and the reason. Torch is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipefit.errors import ModelError
+from pipefit.model.capture.convert import Emitter, Unconvertible, convert
+from pipefit.model.capture.export import MODULE as MODULE
+from pipefit.model.capture.export import export_reason, fold, on_meta, quiet
+from pipefit.model.capture.lift import lift
+from pipefit.model.capture.rewrite import unlike
+from pipefit.model.example import Example
+from pipefit.model.families.build import USER, build_layers, typed_config
+from pipefit.model.graph import Graph, Layer, Model, Module, Operator, ParameterSpec, Shape, Tensor
+from pipefit.model.ops import KINDS
+from pipefit.model.user import make
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_ROLES = ("tokens", "positions", "labels", "documents")
+_EXAMPLE = {"B": 3, "T": 11, "I": 7, "L": 5}
+"Sizes of the example inputs; they appear in no graph. I and L: tokens of a packed row that meet a sequence."
+
+
+class OpaqueLayerWarning(UserWarning):
+    """A layer that could not be captured and runs as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """How a layer is called: argument name -> graph input."""
+
+    arguments: Mapping[str, Tensor]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(self.arguments.values())
+
+
+def capture(family: str, config: Mapping[str, Any]) -> Model:
+    """The model of a family as operator graphs. Raises ModelError for bad fields or an unknown family."""
+    if family == USER:
+        source = str(config.get("source", ""))
+        made = make(source)
+        if isinstance(made, Example):
+            from pipefit.model.capture.whole import capture_whole
+
+            return capture_whole(made, source)
+        from pipefit.model.families.finish import finish
+
+        return capture_layers(finish(made, "meta", None), family=family, config=config)
+    layers = build_layers(family, config)
+    rotary = getattr(typed_config(family, config), "rotary", None)
+    return capture_layers(layers, family=family, config=config, rotary=[rotary] if rotary else [])
+
+
+def capture_layers(
+    layers: Sequence[nn.Module],
+    *,
+    family: str = USER,
+    config: Mapping[str, Any] | None = None,
+    x_features: int | None = None,
+    rotary: Sequence[Mapping[str, Any]] = (),
+) -> Model:
+    """The chain `layers` as operator graphs; equal layers share one.
+
+    The first argument of a layer's forward is its `x` unless it is named as an input of the step plan (tokens,
+    positions, labels, documents, or one of the layer's own `data_inputs`). `x_features`: D of the first layer's x
+    (B, T, D), where it has one. Layers may say which module they belong to, and its space (`module_name`, `space`), and
+    how their x looks (`x_shape`) where it comes out of another space. Raises ModelError for a chain that does not fit
+    together.
+    """
+    from pipefit.model.families.finish import finish
+
+    if not layers:
+        raise ModelError("The model has no layers.", where="layers", allowed="a list of nn.Modules")
+    if any(not hasattr(layer, "parameter_names") for layer in layers):
+        finish(layers, _device_of(layers), None)
+    x_shape: Shape | None = None if x_features is None else ("B", "T", x_features)
+    graphs: dict[str, Graph] = {}
+    known: dict[Any, str] = {}
+    chain = []
+    for layer in layers:
+        name = str(layer.layer_name)
+        call = _call_of(layer, name, getattr(layer, "x_shape", x_shape))
+        fingerprint = (_fingerprint(layer), call.inputs)
+        if fingerprint not in known:
+            graph = _capture_layer(layer, name, call, rotary)
+            known[fingerprint] = graph.hash
+            graphs[graph.hash] = graph
+        graph = graphs[known[fingerprint]]
+        if graph.operators[0].kind == "opaque" and graph.operators[0].attributes["key"] != name:
+            graph = _opaque(layer, name, call, str(graph.operators[0].attributes["reason"]))
+            graphs[graph.hash] = graph
+        names = {parameter.name: layer.parameter_names[parameter.name] for parameter in graph.parameters}
+        chain.append(Layer(name=name, graph=graph.hash, parameters=names))
+        x_shape = _output_shape(graph)
+    keys = {layer.graph for layer in chain}
+    used = {key: graph for key, graph in graphs.items() if key in keys}
+    return Model(family=family, config=dict(config or {}), modules=_modules(layers, chain), graphs=used)
+
+
+def _modules(layers: Sequence[nn.Module], chain: Sequence[Layer]) -> tuple[Module, ...]:
+    """Runs of layers of one module, in order. Raises ModelError where a module comes twice."""
+    found: dict[str, tuple[str, list[Layer]]] = {}
+    before = ""
+    for layer, captured in zip(layers, chain, strict=True):
+        name = str(getattr(layer, "module_name", MODULE))
+        if name in found and name != before:
+            raise ModelError(
+                "The layers of a module do not follow each other.",
+                where=f"layer {captured.name}",
+                seen=f"module {name!r} again, behind {before!r}",
+                allowed="all layers of a module in one run",
+            )
+        found.setdefault(name, (str(getattr(layer, "space", "samples")), []))[1].append(captured)
+        before = name
+    return tuple(Module(name=name, space=space, layers=tuple(run)) for name, (space, run) in found.items())
+
+
+def _device_of(layers: Sequence[nn.Module]) -> str:
+    devices = {str(parameter.device) for layer in layers for parameter in layer.parameters()}
+    return devices.pop() if len(devices) == 1 else "cpu"
+
+
+def _output_shape(graph: Graph) -> Shape:
+    return graph.tensor(graph.outputs[0]).shape
+
+
+def _call_of(layer: nn.Module, name: str, x_shape: Shape | None) -> _Call:
+    """The graph inputs that the arguments of forward stand for."""
+    arguments: dict[str, Tensor] = {}
+    given = {tensor.name: tensor for tensor in getattr(layer, "data_inputs", ())}
+    for argument in inspect.signature(layer.forward).parameters.values():
+        if argument.name in given:
+            tensor = given[argument.name]
+        elif argument.name in _ROLES:
+            tensor = Tensor(name=argument.name, shape=("B", "T"), dtype="int64", role=argument.name)  # type: ignore[arg-type]
+        elif not any(tensor.role == "activation" for tensor in arguments.values()) and not arguments:
+            if x_shape is None:
+                raise ModelError(
+                    "The first layer takes a hidden state, and its width is not known.",
+                    where=name,
+                    seen=f"forward({argument.name}, ...)",
+                    allowed="a first layer that takes `tokens`, or capture_layers(..., x_features=D)",
+                )
+            tensor = Tensor(name=unlike("x", dict(layer.named_parameters())), shape=x_shape)
+        elif argument.default is not argument.empty or argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            continue
+        else:
+            raise ModelError(
+                "A layer takes an input that nobody feeds.",
+                where=f"layer {name}",
+                seen=f"forward argument {argument.name!r}",
+                allowed=f"the hidden state first, then {', '.join((*_ROLES, *given))}",
+            )
+        arguments[argument.name] = tensor
+    return _Call(arguments)
+
+
+def _capture_layer(layer: nn.Module, name: str, call: _Call, rotary: Sequence[Mapping[str, Any]]) -> Graph:
+    """The graph of one layer; an opaque one where it cannot be captured."""
+    reason = ""
+    for dtype in ("bfloat16", "float32"):
+        try:
+            graph = lift(_export(layer, call, dtype), rotary)
+        except Unconvertible as error:
+            reason = str(error)
+            continue
+        unknown = [operator for operator in graph.operators if operator.kind not in KINDS]
+        if not unknown:
+            return graph
+        reason = f"there is no operator for {unknown[0].kind}, in {unknown[0].source}"
+    warnings.warn(
+        f"layer {name} ({type(layer).__name__}) is not captured and stays opaque: {reason}",
+        OpaqueLayerWarning,
+        stacklevel=3,
+    )
+    return _opaque(layer, name, call, reason)
+
+
+def _export(layer: nn.Module, call: _Call, dtype: str) -> Graph:
+    """The graph before lifting. Raises Unconvertible with the reason."""
+    import torch
+
+    compute = getattr(torch, dtype)
+    module = on_meta(layer, compute)
+    buffers = {local: buffer for local, buffer in layer.named_buffers() if buffer.device.type != "meta"}
+    dims = {symbol: torch.export.Dim(symbol, min=2, max=1 << 24) for symbol in _EXAMPLE}
+    arguments, dynamic = {}, {}
+    for argument, tensor in call.arguments.items():
+        sizes = [_EXAMPLE[size] if isinstance(size, str) else size for size in tensor.shape]
+        kind = compute if tensor.dtype == "compute" else getattr(torch, tensor.dtype)
+        arguments[argument] = torch.empty(sizes, dtype=kind, device="meta")
+        dynamic[argument] = {i: dims[size] for i, size in enumerate(tensor.shape) if isinstance(size, str)}
+    try:
+        with quiet():
+            program = torch.export.export(module, (), arguments, dynamic_shapes=dynamic, strict=False)
+    except Exception as error:  # whatever user code raises under export
+        raise Unconvertible(export_reason(error, layer)) from error
+    if program.graph_signature.buffers_to_mutate:
+        raise Unconvertible("it changes a buffer in its forward")
+    return _convert(program, layer, call, dtype, buffers)
+
+
+def _convert(program: Any, layer: nn.Module, call: _Call, dtype: str, buffers: Mapping[str, Any]) -> Graph:
+    """Operators of an exported program, not yet lifted."""
+    signature = program.graph_signature
+    inputs = {spec.arg.name: spec for spec in signature.input_specs}
+    nodes = list(program.graph.nodes)
+    emitter = Emitter(_symbols(nodes, inputs, call), dtype, type(layer).__name__)
+    for node in nodes:
+        if node.op == "placeholder":
+            _place(emitter, node, inputs[node.name], call, program, buffers)
+        elif node.op == "call_function":
+            if not fold(emitter, node):
+                convert(emitter, node, type(layer).__name__)
+        elif node.op == "output":
+            outputs = node.args[0]
+    ranks = [emitter.rank(output) if hasattr(output, "meta") else -1 for output in outputs]
+    if -1 in ranks or not (len(ranks) == 1 or (len(ranks) == 2 and ranks[0] and not ranks[1])):
+        raise Unconvertible(f"its forward returns {len(outputs)} values, not one tensor, nor one and a loss")
+    specs = tuple(
+        ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+        for local, parameter in layer.named_parameters()
+    )
+    return Graph(
+        inputs=call.inputs,
+        outputs=tuple(emitter.value(output) for output in outputs),
+        operators=tuple(emitter.operators),
+        parameters=specs,
+        tensors=tuple(emitter.tensors.values()),
+    )
+
+
+def _symbols(nodes: Sequence[Any], inputs: Mapping[str, Any], call: _Call) -> dict[str, str]:
+    """The export's symbols -> B and T, from the shapes of the inputs. Unconvertible where one was frozen."""
+    found: dict[str, str] = {}
+    placeholders = [node for node in nodes if node.op == "placeholder" and inputs[node.name].kind.name == "USER_INPUT"]
+    for node, tensor in zip(placeholders, call.inputs, strict=True):
+        for size, ours in zip(node.meta["val"].shape, tensor.shape, strict=True):
+            if not isinstance(ours, str):
+                continue
+            if isinstance(size, int):
+                raise Unconvertible(f"it works for one number of {'rows' if ours == 'B' else 'tokens'} only")
+            found[str(size.node.expr)] = ours
+    return found
+
+
+def _place(emitter: Emitter, node: Any, spec: Any, call: _Call, program: Any, buffers: Mapping[str, Any]) -> None:
+    """Give an exported input its value: a graph input, a parameter, or a constant."""
+    kind = spec.kind.name
+    if kind == "USER_INPUT":
+        emitter.names[node] = call.arguments[node.name].name
+        tensor = call.arguments[node.name]
+        emitter.given[tensor.name] = tensor.shape
+    elif kind == "PARAMETER":
+        emitter.names[node], emitter.given[spec.target] = spec.target, tuple(node.meta["val"].shape)
+    elif kind == "BUFFER":
+        if spec.target in buffers:
+            emitter.constants[node] = buffers[spec.target].detach().cpu()
+    else:
+        constant = program.constants.get(spec.target)
+        if constant is not None and constant.device.type != "meta":
+            emitter.constants[node] = constant.detach().cpu()
+
+
+def _suspects(layer: nn.Module) -> list[list[str]]:
+    """[`random` or `mixes`, name and class] of PyTorch's own modules inside that draw random numbers or mix tokens."""
+    from torch import nn
+
+    random = nn.modules.dropout._DropoutNd
+    mixes = (
+        nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd, nn.GroupNorm, nn.MultiheadAttention, nn.RNNBase,
+        nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd,
+    )  # fmt: skip
+    found = []
+    for name, module in layer.named_modules():
+        if isinstance(module, mixes) or (isinstance(module, random) and module.p > 0):
+            what = "random" if isinstance(module, random) else "mixes"
+            found.append([what, f"{name or 'the layer'}: {type(module).__name__}"])
+    return found
+
+
+def _opaque(layer: nn.Module, name: str, call: _Call, reason: str) -> Graph:
+    """The whole layer as one opaque operator. Its output has the shape of x, or is the loss where it takes labels."""
+    values = [tensor.name for tensor in call.inputs]
+    parameters = tuple(
+        ParameterSpec(name=local, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+        for local, parameter in layer.named_parameters()
+    )
+    shape: Shape
+    if "labels" in values:
+        shape = ()
+    elif getattr(layer, "output_features", None) is not None:
+        shape = ("B", "T", int(layer.output_features))
+    elif call.inputs and call.inputs[0].role == "activation":
+        shape = call.inputs[0].shape
+    else:
+        raise ModelError(
+            "A layer that cannot be captured must say how wide its output is.",
+            where=f"layer {name}",
+            seen=reason,
+            allowed="an attribute `output_features` of the layer",
+        )
+    attributes = {
+        "key": name,
+        "inputs": len(values),
+        "shape": list(shape),
+        "parameter_count": sum(parameter.numel() for parameter in layer.parameters()),
+        "kept_factor": float(getattr(layer, "kept_factor", 4.0)),
+        "reason": reason,
+        "tokenwise": bool(getattr(layer, "tokenwise", False)),
+        "suspects": _suspects(layer),
+    }
+    output = Tensor(name="opaque_0", shape=shape, dtype="float32" if shape == () else "compute")
+    operator = Operator(
+        kind="opaque",
+        inputs=(*values, *(parameter.name for parameter in parameters)),
+        outputs=(output.name,),
+        attributes=attributes,
+        source=type(layer).__name__,
+    )
+    return Graph(
+        inputs=call.inputs, outputs=(output.name,), operators=(operator,), parameters=parameters, tensors=(output,)
+    )
+
+
+def _fingerprint(layer: nn.Module) -> Any:
+    """Equal for layers that compute the same function of their inputs and parameters: classes, plain attributes,
+    shapes. Anything that we cannot compare counts as different."""
+    import torch
+
+    parts: list[Any] = []
+    own = {"layer_name", "parameter_names", "_parameters", "_buffers", "_modules"}
+    for path, module in layer.named_modules(remove_duplicate=False):
+        plain = tuple((key, _plain(value)) for key, value in sorted(vars(module).items()) if key not in own)
+        parameters = tuple((key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False))
+        buffers = tuple(
+            (key, "meta" if b.device.type == "meta" else tuple(b.detach().flatten().tolist()))
+            for key, b in module.named_buffers(recurse=False)
+            if isinstance(b, torch.Tensor)
+        )
+        parts.append((path, type(module), plain, parameters, buffers))
+    return tuple(parts)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, set):
+        return tuple(sorted(map(str, value)))
+    return id(value)

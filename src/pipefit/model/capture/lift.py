@@ -1,0 +1,262 @@
+"""Recovering our operators from the small pieces that export leaves: small pattern rewrites over a graph.
+
+Each pass is a pure function Graph -> Graph, found in the ordered tuple `PASSES`. Beside the registered kinds a graph
+under lifting may hold `constant` {values}, `pow` {exponent}, `mean` {dim}, `sqrt`, `cos`, `sin`, `expand`,
+`strided_slice` {dim, start, step} and `attention_bhtk` {causal, scale}; what is left of them afterwards makes the layer
+opaque. Rotary embeddings are in `lift_rotary.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipefit.model.capture.lift_rotary import lift_rotary
+from pipefit.model.capture.rewrite import Editor, canonical_names
+from pipefit.model.graph import Graph, Operator
+from pipefit.model.ops import KINDS
+
+_SWAP = [0, 2, 1, 3]
+"(rows, tokens, heads, features) to (rows, heads, tokens, features) and back."
+
+
+def lift(graph: Graph, rotary_candidates: Sequence[Mapping[str, Any]] = ()) -> Graph:
+    """All passes in order, then canonical names. `rotary_candidates` are attribute sets to prefer for rotary
+    operators whose frequencies they match."""
+    graph = merge_equal_operators(remove_dead(graph))
+    for _ in range(2):  # some spellings of rotary embeddings show only before reshapes are merged, others only after
+        graph = lift_rotary(graph, rotary_candidates)
+        for one in PASSES:
+            graph = one(graph)
+    return canonical_names(graph)
+
+
+def merge_equal_operators(graph: Graph) -> Graph:
+    """Two cheap operators of one kind, inputs and attributes -> one. Boundaries stay: their number is the cost."""
+    editor = Editor(graph)
+    seen: dict[str, str] = {}
+    for operator in graph.operators:
+        if operator.kind in KINDS and KINDS[operator.kind].boundary:
+            continue
+        inputs = [editor.resolve(name) if name else "" for name in operator.inputs]
+        key = json.dumps([operator.kind, inputs, dict(operator.attributes)], sort_keys=True)
+        if key in seen and editor.shape(seen[key]) == editor.shape(operator.outputs[0]):
+            editor.alias(operator.outputs[0], seen[key])
+        else:
+            seen.setdefault(key, operator.outputs[0])
+    return editor.graph_now()
+
+
+def remove_casts_of_equal_types(graph: Graph) -> Graph:
+    """cast(x) to x's own type -> x; a cast of a cast -> one cast."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "cast":
+            continue
+        source = operator.inputs[0]
+        if editor.dtype(source) == operator.attributes["dtype"]:
+            editor.alias(operator.outputs[0], source)
+    return editor.graph_now()
+
+
+def merge_reshapes(graph: Graph) -> Graph:
+    """reshape of a reshape -> one reshape; reshape to the same shape -> nothing."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "reshape":
+            continue
+        source = editor.through(operator.inputs[0], ("reshape",))
+        if tuple(editor.shape(source)) == tuple(operator.attributes["shape"]):
+            editor.alias(operator.outputs[0], source)
+        elif source != editor.resolve(operator.inputs[0]):
+            editor.replace(operator, "reshape", (source,), operator.attributes)
+    return editor.graph_now()
+
+
+def merge_transposes(graph: Graph) -> Graph:
+    """transpose of a transpose -> one transpose, or nothing."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "transpose":
+            continue
+        dims, source = list(operator.attributes["dims"]), operator.inputs[0]
+        inner = editor.match(source, "transpose")
+        if inner is not None:
+            dims, source = [inner.attributes["dims"][dim] for dim in dims], inner.inputs[0]
+        if dims == list(range(len(dims))):
+            editor.alias(operator.outputs[0], source)
+        elif inner is not None:
+            editor.replace(operator, "transpose", (source,), {"dims": dims})
+    return editor.graph_now()
+
+
+def lift_linear(graph: Graph) -> Graph:
+    """matmul(x, transpose(parameter)) -> linear(x, parameter); add(linear without bias, parameter) -> its bias."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "matmul":
+            continue
+        flipped = editor.match(operator.inputs[1], "transpose")
+        if flipped is not None and flipped.inputs[0] in editor.parameters and len(editor.shape(flipped.inputs[0])) == 2:
+            editor.replace(operator, "linear", (operator.inputs[0], flipped.inputs[0], ""))
+    for operator in list(editor.operators):
+        if operator.kind == "add" and operator.inputs[1] in editor.parameters:
+            linear = editor.match(operator.inputs[0], "linear")
+            bias = operator.inputs[1]
+            if linear is None or linear.inputs[2] or len(editor.users(linear.outputs[0])) != 1:
+                continue
+            if editor.shape(bias) == editor.shape(linear.inputs[1])[:1]:
+                editor.replace(operator, "linear", (linear.inputs[0], linear.inputs[1], bias))
+    return editor.graph_now()
+
+
+def lift_rms_norm(graph: Graph) -> Graph:
+    """x * rsqrt(mean(x^2) + eps) [* weight], with casts anywhere -> rms_norm(x, weight?)."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        found = _normalized(editor, operator)
+        if found is None:
+            continue
+        source, eps = found
+        editor.replace(operator, "rms_norm", (source, ""), {"eps": eps})
+    for operator in list(editor.operators):
+        if operator.kind != "mul" or not operator.inputs[1]:
+            continue
+        for value, weight in (operator.inputs, operator.inputs[::-1]):
+            norm = editor.match(editor.through(value, ("cast",)), "rms_norm")
+            scale = editor.through(weight, ("cast",))
+            if norm is None or norm.inputs[1] or scale not in editor.parameters:
+                continue
+            if editor.shape(scale) == editor.shape(norm.inputs[0])[-1:]:
+                editor.replace(operator, "rms_norm", (norm.inputs[0], scale), norm.attributes)
+                break
+    return _norms_in_their_input_type(editor.graph_now())
+
+
+def _normalized(editor: Editor, operator: Operator) -> tuple[str, float] | None:
+    """(x, eps) where `operator` is x * rsqrt(mean(x^2) + eps) or x / sqrt(mean(x^2) + eps)."""
+    if operator.kind not in ("mul", "div") or not operator.inputs[1]:
+        return None
+    pairs = (operator.inputs, operator.inputs[::-1]) if operator.kind == "mul" else (operator.inputs,)
+    for value, factor in pairs:
+        root = editor.match(factor, "rsqrt" if operator.kind == "mul" else "sqrt")
+        if root is None:
+            continue
+        shifted = editor.match(root.inputs[0], "add")
+        if shifted is None or shifted.inputs[1] or "scalar" not in shifted.attributes:
+            continue
+        mean = editor.match(shifted.inputs[0], "mean")
+        if mean is None or not mean.attributes["keepdim"]:
+            continue
+        squared = _squared(editor, mean.inputs[0])
+        source = editor.through(value, ("cast",))
+        last = len(editor.shape(source)) - 1
+        if squared is not None and editor.through(squared, ("cast",)) == source and mean.attributes["dims"] == [last]:
+            return source, float(shifted.attributes["scalar"])
+    return None
+
+
+def _squared(editor: Editor, name: str) -> str | None:
+    power = editor.match(name, "pow")
+    if power is not None and power.attributes["exponent"] == 2:
+        return editor.resolve(power.inputs[0])
+    product = editor.match(name, "mul")
+    if product is not None and product.inputs[1] and product.inputs[0] == product.inputs[1]:
+        return editor.resolve(product.inputs[0])
+    return None
+
+
+def _norms_in_their_input_type(graph: Graph) -> Graph:
+    """A norm's value has the type of its input; a cast back to that type is gone by the next cast pass."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind == "rms_norm":
+            name = operator.outputs[0]
+            tensor = editor.tensors[name]
+            editor.tensors[name] = type(tensor)(
+                name=name, shape=tensor.shape, dtype=editor.dtype(operator.inputs[0]), role=tensor.role
+            )
+    return editor.graph_now()
+
+
+def lift_repeated_keys(graph: Graph) -> Graph:
+    """Keys and values that are repeated for every head of their group (unsqueeze, expand, reshape) -> the originals:
+    attention reads groups itself."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "attention_bhtk":
+            continue
+        inputs = [operator.inputs[0], *(_before_repeat(editor, name) for name in operator.inputs[1:])]
+        if len({editor.shape(name)[1] for name in inputs[1:]}) == 1:
+            editor.replace(operator, "attention_bhtk", tuple(inputs), operator.attributes)
+    return editor.graph_now()
+
+
+def _before_repeat(editor: Editor, name: str) -> str:
+    """k (B,G,T,K) where `name` is reshape(expand(reshape(k, (B,G,1,T,K)), (B,G,n,T,K)), (B,G*n,T,K))."""
+    merged = editor.match(name, "reshape")
+    expanded = editor.match(merged.inputs[0], "expand") if merged is not None else None
+    if expanded is None:
+        return name
+    wide, narrow = editor.shape(expanded.outputs[0]), editor.shape(expanded.inputs[0])
+    source = editor.through(expanded.inputs[0], ("reshape",))
+    if len(wide) == 5 and narrow == (*wide[:2], 1, *wide[3:]) and editor.shape(source) == (*wide[:2], *wide[3:]):
+        return source
+    return name
+
+
+def lift_attention(graph: Graph) -> Graph:
+    """Attention in (rows, heads, tokens, features) -> attention in (rows, tokens, heads, features) between transposes,
+    which `merge_transposes` then cancels against those of the model."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "attention_bhtk" or len(editor.shape(operator.inputs[0])) != 4:
+            continue
+        swapped = []
+        for name in operator.inputs:
+            shape = editor.shape(name)
+            turned = (shape[0], shape[2], shape[1], shape[3])
+            swapped.append(editor.insert(operator, "transpose", (name,), turned, editor.dtype(name), {"dims": _SWAP}))
+        heads, groups = editor.shape(operator.inputs[0])[1], editor.shape(operator.inputs[1])[1]
+        if isinstance(heads, str) or isinstance(groups, str) or heads % groups:
+            continue
+        out_shape = editor.shape(swapped[0])
+        attributes = {**operator.attributes, "window": None}
+        inner = editor.insert(operator, "attention", tuple(swapped), out_shape, editor.dtype(swapped[0]), attributes)
+        editor.replace(operator, "transpose", (inner,), {"dims": _SWAP})
+    return editor.graph_now()
+
+
+def lift_cross_entropy(graph: Graph) -> Graph:
+    """cross_entropy over flattened (B*T, V) logits, with casts -> over (B, T, V) logits and (B, T) labels."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind != "cross_entropy":
+            continue
+        logits = editor.through(operator.inputs[0], ("cast", "reshape"))
+        labels = editor.through(operator.inputs[1], ("reshape",))
+        flat = len(editor.shape(operator.inputs[0])) == 2
+        if flat and len(editor.shape(logits)) == 3 and editor.shape(logits)[:2] == editor.shape(labels):
+            editor.replace(operator, "cross_entropy", (logits, labels), operator.attributes)
+    return editor.graph_now()
+
+
+def remove_dead(graph: Graph) -> Graph:
+    """Operators that no output needs."""
+    return Editor(graph).graph_now()
+
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    remove_dead,
+    remove_casts_of_equal_types,
+    merge_reshapes,
+    merge_transposes,
+    lift_linear,
+    lift_rms_norm,
+    lift_repeated_keys,
+    lift_attention,
+    merge_transposes,
+    lift_cross_entropy,
+    remove_casts_of_equal_types,
+)

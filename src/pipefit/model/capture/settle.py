@@ -1,0 +1,136 @@
+"""Last rewrites of a whole model's graph: what lifting left over becomes operators that run.
+
+`unflatten` undoes what models do for a library's sake: rows and tokens laid together before a product and taken apart
+after it. Splitting needs rows as a dimension of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from pipefit.model.capture.rewrite import Editor, canonical_names
+from pipefit.model.graph import Graph, Operator, Shape
+
+_CALLS: Mapping[str, str] = {
+    "pow": "aten.pow.Tensor_Scalar",
+    "sqrt": "aten.sqrt.default",
+    "cos": "aten.cos.default",
+    "sin": "aten.sin.default",
+    "mean": "aten.mean.dim",
+    "repeat_interleave": "aten.repeat_interleave.self_int",
+    "strided_slice": "aten.slice.Tensor",
+}
+
+
+def settle(graph: Graph) -> Graph:
+    """What lifting left over, as sums where it is a mean over numbers of known count, else as calls of PyTorch."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind == "mean" and _count(editor, operator) is not None:
+            _sum_and_divide(editor, operator)
+        elif operator.kind in _CALLS:
+            _call(editor, operator)
+    return canonical_names(_constants_at_their_users(editor.graph_now()))
+
+
+def _constants_at_their_users(graph: Graph) -> Graph:
+    """Every user of a constant gets one of its own, in front of it: a value that lives through the whole model in one
+    form or another multiplies the states of a search."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        made = {name: editor.match(name, "constant") for name in operator.inputs if name}
+        new = {
+            name: editor.insert(operator, "constant", (), editor.shape(name), editor.dtype(name), one.attributes)
+            for name, one in made.items()
+            if one is not None
+        }
+        if new:
+            inputs = tuple(new.get(name, name) for name in operator.inputs)
+            editor.replace(operator, operator.kind, inputs, operator.attributes)
+    return editor.graph_now()
+
+
+def _count(editor: Editor, operator: Operator) -> int | None:
+    sizes = [editor.shape(operator.inputs[0])[dim] for dim in operator.attributes["dims"]]
+    return prod(int(size) for size in sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def _sum_and_divide(editor: Editor, operator: Operator) -> None:
+    """mean -> sum, times one over the count: a sum may be partial."""
+    count = _count(editor, operator)
+    assert count is not None
+    name = operator.outputs[0]
+    total = editor.insert(
+        operator, "sum", operator.inputs, editor.shape(name), editor.dtype(name), dict(operator.attributes)
+    )
+    editor.replace(operator, "mul", (total, ""), {"scalar": 1.0 / count})
+
+
+def _call(editor: Editor, operator: Operator) -> None:
+    at = operator.attributes
+    more: dict[str, list[Any]] = {
+        "pow": [at.get("exponent")],
+        "mean": [at.get("dims"), at.get("keepdim")],
+        "repeat_interleave": [at.get("repeats"), -1],
+        "strided_slice": [at.get("dim"), _size(at.get("start")), _size(at.get("stop")), at.get("step")],
+    }
+    name = operator.outputs[0]
+    attributes: dict[str, Any] = {
+        "target": _CALLS[operator.kind],
+        "arguments": [{"input": 0}, *more.get(operator.kind, [])],
+        "keywords": {},
+        "result": None,
+        "shape": list(editor.shape(name)),
+        "dtype": editor.dtype(name),
+    }
+    editor.replace(operator, "aten", operator.inputs, attributes)
+
+
+def _size(value: Any) -> Any:
+    return {"size": value} if isinstance(value, str) else value
+
+
+_ROWWISE = {"linear", "matmul", "add", "sub", "mul", "div", "silu", "gelu", "relu", "sigmoid", "tanh", "exp", "rsqrt",
+            "neg", "layer_norm", "rms_norm", "cast", "pow", "sqrt"}  # fmt: skip
+"""Kinds that do the same with every row of the last dimension."""
+
+
+def unflatten(graph: Graph) -> Graph:
+    """op(reshape(x)) -> reshape(op(x)), where the reshape lays dimensions in front of the last one together."""
+    editor = Editor(graph)
+    for operator in graph.operators:
+        if operator.kind in _ROWWISE:
+            _sink(editor, operator)
+    return editor.graph_now()
+
+
+def _sink(editor: Editor, operator: Operator) -> None:
+    sources: list[str] = []
+    front: Shape | None = None
+    for place, name in enumerate(operator.inputs):
+        if not name or (name in editor.parameters and (place or operator.kind == "linear")):
+            sources.append(name)
+            continue
+        flat = editor.match(name, "reshape")
+        if flat is None:
+            if len(editor.shape(name)) > 1:
+                return
+            sources.append(name)
+            continue
+        shape, source = editor.shape(name), editor.shape(flat.inputs[0])
+        if len(shape) != 2 or len(source) < 3 or shape[-1] != source[-1] or front not in (None, source[:-1]):
+            return
+        front = source[:-1]
+        sources.append(flat.inputs[0])
+    if front is None or (operator.kind == "matmul" and operator.inputs[1] not in editor.parameters):
+        return
+    for name in sources:
+        if name in editor.parameters and operator.kind not in ("linear", "matmul") and len(editor.shape(name)) > 1:
+            return
+    out = operator.outputs[0]
+    shape = (*front, editor.shape(out)[-1])
+    attributes = dict(operator.attributes)
+    made = editor.insert(operator, operator.kind, tuple(sources), shape, editor.dtype(out), attributes)
+    editor.replace(operator, "reshape", (made,), {"shape": list(editor.shape(out))})

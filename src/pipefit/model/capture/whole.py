@@ -1,0 +1,334 @@
+"""Capture of whole models: any `nn.Module` with its loss, unmodified, from example inputs.
+
+The forward is exported once, with its loss, by non-strict `torch.export` on the meta device: rows B may vary, every
+other size is that of the examples. Its functions become operators (`convert_any.py`); those without a kind of their own
+are called as they are, and a warning names those that cannot be split. Where only one value passes between parts of
+the model it is cut into layers (`cut_layers.py`), so that the planner has something to put on stages.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pipefit.errors import ModelError
+from pipefit.model.capture.convert import Emitter, Unconvertible, convert
+from pipefit.model.capture.counted import PASSING
+from pipefit.model.capture.cut_layers import cut_layers
+from pipefit.model.capture.export import MODULE, export_reason, fold, on_meta, quiet
+from pipefit.model.capture.lift import lift
+from pipefit.model.capture.rewrite import unlike
+from pipefit.model.capture.settle import settle, unflatten
+from pipefit.model.example import Example
+from pipefit.model.families.build import USER
+from pipefit.model.graph import Graph, Model, Module, ParameterSpec, Tensor
+from pipefit.model.ops import KINDS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ROLES = {"input_ids": "tokens", "tokens": "tokens", "position_ids": "positions", "positions": "positions",
+         "labels": "labels"}  # fmt: skip
+"""Inputs that the step plan gives, by the names that models have for them."""
+
+
+class UnknownOperatorWarning(UserWarning):
+    """A function that has no rule: it is computed whole on every device."""
+
+
+def capture_whole(example: Example, source: str = "") -> Model:
+    """The model of an example. Raises ModelError with one reason where it cannot be captured; warns of functions that
+    are computed whole on every device."""
+    names, tensors = _tensors(example)
+    reason = ""
+    for dtype in ("bfloat16", "float32"):
+        try:
+            graph = _captured(example, names, tensors, dtype)
+            break
+        except Unconvertible as error:
+            reason = str(error)
+    else:
+        raise ModelError(
+            "The model cannot be captured.",
+            where=source or type(example.module).__name__,
+            seen=reason,
+            next_step="write that line without it, or give the model as a list of layers (docs/models.md)",
+        )
+    layers, graphs = cut_layers(graph)
+    module = Module(name=MODULE, layers=layers)
+    return Model(family=USER, config={"source": source} if source else {}, modules=(module,), graphs=graphs)
+
+
+def _tensors(example: Example) -> tuple[list[str], list[torch.Tensor]]:
+    """The inputs that are tensors. Raises ModelError where they have no common rows."""
+    import torch
+
+    found = {name: value for name, value in example.inputs.items() if isinstance(value, torch.Tensor)}
+    rows = {value.shape[0] if value.dim() else 0 for value in found.values()}
+    if len(rows) != 1 or min(rows) < 2:
+        raise ModelError(
+            "The example inputs need rows in front, the same number of them, at least two.",
+            where="inputs",
+            seen=", ".join(f"{name} {tuple(value.shape)}" for name, value in found.items()) or "no tensor",
+            allowed="for example input_ids (3, 128), labels (3, 128)",
+        )
+    if example.loss is not None and example.labels not in found:
+        raise ModelError(
+            "The loss needs labels, and no input is called so.",
+            where="labels",
+            seen=example.labels,
+            allowed=", ".join(found),
+        )
+    return list(found), list(found.values())
+
+
+def _whole_module(example: Example, module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """forward(values) -> the loss."""
+    from torch import nn
+
+    class Loss(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module
+
+        def forward(self, values: Sequence[torch.Tensor]) -> Any:
+            given = {**example.inputs, **dict(zip(names, values, strict=True))}
+            if example.loss is not None:
+                labels = given.pop(example.labels)
+                return example.loss(self.model(**given), labels)
+            return _loss_in(self.model(**given), module)
+
+    return Loss()
+
+
+def _loss_in(result: Any, module: nn.Module) -> Any:
+    """The scalar among what forward returns."""
+    import torch
+
+    found = getattr(result, "loss", None)
+    if found is None and isinstance(result, Mapping):
+        found = result.get("loss")
+    if found is None:
+        found = result[0] if isinstance(result, (tuple, list)) and result else result
+    if isinstance(found, torch.Tensor) and found.dim() == 0:
+        return found
+    raise ModelError(
+        "The model returns no loss.",
+        where=f"{type(module).__name__}.forward",
+        seen=f"a tensor {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(result).__name__,
+        allowed="a scalar, an object or mapping with `loss`, a tuple that begins with it",
+        next_step="give labels among the inputs, or Example(loss=...)",
+    )
+
+
+def _captured(example: Example, names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: str) -> Graph:
+    """The graph. Raises Unconvertible with the reason."""
+    import torch
+
+    compute = getattr(torch, dtype)
+    whole = _whole_module(example, on_meta(example.module, compute).train(), names)
+    buffers = {f"model.{n}": b for n, b in example.module.named_buffers() if b.device.type != "meta"}
+    values = tuple(
+        torch.empty(t.shape, dtype=compute if t.is_floating_point() else t.dtype, device="meta") for t in tensors
+    )
+    rows = torch.export.Dim("B", min=2, max=1 << 24)
+    try:
+        with quiet():
+            program = torch.export.export(
+                whole, (values,), dynamic_shapes=(tuple({0: rows} for _ in values),), strict=False
+            )
+            if _works_in_place(program):
+                program = program.run_decompositions({})
+    except ModelError:
+        raise
+    except Exception as error:  # whatever user code raises under export
+        raise Unconvertible(export_reason(error, example.module)) from error
+    if program.graph_signature.buffers_to_mutate:
+        changed = next(iter(program.graph_signature.buffers_to_mutate.values()))
+        raise Unconvertible(_changes_buffer(example.module, changed.removeprefix("model.")))
+    return _converted(program, example, names, tensors, dtype, buffers)
+
+
+def _changes_buffer(module: nn.Module, name: str) -> str:
+    """The reason why a buffer that forward changes keeps the model from being captured."""
+    owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+    reason = f"it changes the buffer {name} in its forward ({owner})"
+    return f"{reason}: running statistics over rows; use GroupNorm or LayerNorm" if "BatchNorm" in owner else reason
+
+
+HARMLESS = ("relu_", "silu_", "detach_", "dropout_")
+"""Functions that work in place and are read as if they did not."""
+
+
+def _works_in_place(program: Any) -> bool:
+    """Whether an export still holds functions that change their arguments."""
+    targets = {node.target for node in program.graph.nodes if hasattr(node.target, "_schema")}
+    return any(t._schema.is_mutable and t._schema.name.split("::")[-1] not in HARMLESS for t in targets)
+
+
+def _converted(
+    program: Any,
+    example: Example,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    dtype: str,
+    buffers: Mapping[str, torch.Tensor],
+) -> Graph:
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    nodes = list(program.graph.nodes)
+    given = [node for node in nodes if node.op == "placeholder" and specs[node.name].kind.name == "USER_INPUT"]
+    assert len(given) == len(names), f"{len(given)} inputs of {len(names)}"
+    sizes = [node.meta["val"].shape[0] for node in given]
+    if any(isinstance(size, int) for size in sizes):
+        raise Unconvertible("it works for one number of rows only")
+    emitter = Emitter({str(size.node.expr): "B" for size in sizes}, dtype, type(example.module).__name__, whole=True)
+    fed = fed_as(example)
+    inputs = [replace(fed[name], dtype=emitter.dtype(node)) for name, node in zip(names, given, strict=True)]
+    for tensor, node in zip(inputs, given, strict=True):
+        emitter.names[node], emitter.given[tensor.name] = tensor.name, tensor.shape
+    parameters = _parameters(example.module)
+    for node in nodes:
+        if node.op == "placeholder" and node not in emitter.names:
+            _place(emitter, node, specs[node.name], program, buffers, parameters)
+    _walk(emitter, program.graph_module, [node for node in nodes if node.op == "call_function"])
+    result = emitter.value(next(node for node in nodes if node.op == "output").args[0][0])
+    graph = Graph(
+        inputs=tuple(inputs),
+        outputs=(result,),
+        operators=tuple(emitter.operators),
+        parameters=tuple({spec.name: spec for spec in parameters.values()}.values()),
+        tensors=tuple(emitter.tensors.values()),
+    )
+    _check_loss(graph, emitter.means)
+    graph = _without_unused(settle(lift(unflatten(graph))))
+    _report(emitter.unknown, graph)
+    missing = [operator for operator in graph.operators if operator.kind not in KINDS]
+    if missing:
+        raise Unconvertible(f"there is no operator for {missing[0].kind}, in {missing[0].source}")
+    return graph
+
+
+def fed_as(example: Example) -> dict[str, Tensor]:
+    """Name of every input that is a tensor -> its name, role and shape in the graphs: fed as the step plan says where
+    it is tokens, positions or labels, else by its own name."""
+    import torch
+
+    found: dict[str, Tensor] = {}
+    others = {name for name, _ in example.module.named_parameters(remove_duplicate=False)}
+    for name, value in example.inputs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        role: Any = example.roles.get(name, ROLES.get(name, "data"))
+        fits = value.dtype == torch.int64 and (value.dim() == 2 or role == "labels")
+        taken = any(tensor.role == role for tensor in found.values())
+        role = role if fits and not taken else "data"
+        dtype = "compute" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
+        shape = ("B", *value.shape[1:])
+        own = unlike(name if role == "data" else role, others)
+        others.add(own)
+        found[name] = Tensor(name=own, shape=shape, dtype=dtype, role=role)
+    return found
+
+
+def _parameters(module: nn.Module) -> dict[str, ParameterSpec]:
+    """Every name of a parameter -> what it is, under the first of its names."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        found[name] = ParameterSpec(name=known, shape=tuple(parameter.shape), trainable=parameter.requires_grad)
+    return found
+
+
+def _place(
+    emitter: Emitter,
+    node: Any,
+    spec: Any,
+    program: Any,
+    buffers: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, ParameterSpec],
+) -> None:
+    """Give a parameter or a known number of the export its value."""
+    if spec.kind.name == "PARAMETER":
+        parameter = parameters[spec.target.removeprefix("model.")]
+        emitter.names[node], emitter.given[parameter.name] = parameter.name, parameter.shape
+        return
+    known = buffers.get(spec.target) if spec.kind.name == "BUFFER" else program.constants.get(spec.target)
+    if known is not None and known.device.type != "meta":
+        emitter.constants[node] = known.detach().cpu()
+    elif known is not None and not known.numel():
+        emitter.constants[node] = known.new_empty(known.shape, device="cpu")
+
+
+def _walk(emitter: Emitter, owner: Any, nodes: Sequence[Any]) -> None:
+    """Convert nodes in order; parts that stand in a graph of their own are taken out of it."""
+    for node in nodes:
+        if str(node.target).startswith("wrap_with_"):
+            _inside(emitter, owner, node)
+        elif not fold(emitter, node):
+            convert(emitter, node, emitter.source)
+
+
+def _inside(emitter: Emitter, owner: Any, node: Any) -> None:
+    """The nodes of a part without gradients, or with another autocast."""
+    place = next(i for i, item in enumerate(node.args) if getattr(item, "op", "") == "get_attr")
+    inner = getattr(owner, node.args[place].target)
+    nodes = list(inner.graph.nodes)
+    for within, value in zip((n for n in nodes if n.op == "placeholder"), node.args[place + 1 :], strict=True):
+        if value in emitter.names or value in emitter.constants:
+            emitter.stand_for(within, value)
+    _walk(emitter, inner, [one for one in nodes if one.op == "call_function"])
+    results = next(one for one in nodes if one.op == "output").args[0]
+    emitter.inner[node] = results if isinstance(results, (list, tuple)) else (results,)
+    if "grad" in str(node.target) and node.args[0] is False:
+        for one in emitter.inner[node]:
+            if one in emitter.names and one not in emitter.constants:
+                attributes: dict[str, Any] = {
+                    "target": "aten.detach.default", "arguments": [{"input": 0}], "keywords": {}, "result": None,
+                    "shape": list(emitter.shape(one)), "dtype": emitter.dtype(one),
+                }  # fmt: skip
+                emitter.names[one] = emitter.like(one, "aten", (emitter.names[one],), attributes)
+
+
+def _check_loss(graph: Graph, means: set[str]) -> None:
+    """A mean may only be the loss itself: the run divides the sum by the labels of the step."""
+    made = {name: operator for operator in graph.operators for name in operator.outputs}
+    name = graph.outputs[0]
+    while name in made and name not in means and made[name].kind in PASSING and not any(made[name].inputs[1:]):
+        name = made[name].inputs[0]
+    averaged = next((op for op in graph.operators if op.kind == "mean" and not graph.tensor(op.outputs[0]).shape), None)
+    if (means and name not in means) or averaged is not None:
+        raise ModelError(
+            "The loss is made of means: over rows that are spread over devices and microbatches, a mean is no sum.",
+            where=averaged.source if averaged else made[name].source if name in made else "loss",
+            seen=f"{len(means) + (averaged is not None)} mean(s) within a loss",
+            allowed="one mean, or a sum: cross_entropy(...), mse_loss(...), x.mean(), or with reduction='sum'",
+            next_step="leave the other terms of the loss out, or write all of it as a sum",
+        )
+
+
+def _without_unused(graph: Graph) -> Graph:
+    """Without the inputs and parameters that no operator reads."""
+    read = {name for operator in graph.operators for name in operator.inputs}
+    return Graph(
+        inputs=tuple(tensor for tensor in graph.inputs if tensor.name in read),
+        outputs=graph.outputs,
+        operators=graph.operators,
+        parameters=tuple(spec for spec in graph.parameters if spec.name in read),
+        tensors=graph.tensors,
+    )
+
+
+def _report(unknown: Mapping[str, str], graph: Graph) -> None:
+    """Warn of the functions that are computed whole on every device."""
+    left = {str(operator.attributes["target"]) for operator in graph.operators if operator.kind == "aten"}
+    for target, place in unknown.items():
+        if target in left:
+            warnings.warn(
+                f"{target}, called at {place}, has no rule: it is computed whole on every device",
+                UnknownOperatorWarning,
+                stacklevel=4,
+            )

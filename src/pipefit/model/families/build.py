@@ -1,0 +1,55 @@
+"""From a family and its configuration to the chain of layers as plain modules. No torch at import."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipefit.errors import ModelError
+from pipefit.model.families import FAMILIES, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+USER = "user"
+"The family of models that a user's function builds; its configuration has the one field `source`."
+
+
+def typed_config(family: str, config: Mapping[str, Any], where: str = "config") -> ModelConfig:
+    """The typed configuration of a family. Raises ModelError for an unknown family or bad fields."""
+    if family not in FAMILIES:
+        raise ModelError("The model family is not known.", where=where, seen=family, allowed=", ".join(FAMILIES))
+    return FAMILIES[family].read(config, where)
+
+
+def build_layers(
+    family: str, config: Mapping[str, Any], device: str = "meta", dtype: torch.dtype | None = None
+) -> list[torch.nn.Module]:
+    """The chain of layers as plain modules, each with `.layer_name` and `.parameter_names` (local -> global).
+
+    `dtype` None is torch's default. On a real device the parameters have their first values (torch's generator).
+    Tied parameters are one nn.Parameter in two layers.
+    """
+    import torch
+
+    from pipefit.model.families.finish import finish
+
+    if family == USER:
+        from pipefit.model.user import make
+
+        source = str(config.get("source", ""))
+        made = make(source)
+        if not isinstance(made, list):
+            raise ModelError(
+                "This command needs a model in layers, and the function gives a whole model.",
+                where=source,
+                seen=type(made.module).__name__,
+                next_step="plan and search it with `pipefit shard`, or return its parts as a list of nn.Modules",
+            )
+        return finish(made, device, dtype)
+    typed = typed_config(family, config)
+    builder = importlib.import_module(FAMILIES[family].builder)
+    with torch.device(device):
+        layers = builder.build(typed)
+    return finish(layers, device, dtype, typed)

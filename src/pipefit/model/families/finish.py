@@ -1,0 +1,65 @@
+"""The model families as plain, single-device `nn.Module` layers. This package imports torch.
+
+A layer is called as `layer(x, <role inputs>)`: the names of forward's arguments say what they are: `x` the hidden
+state, `tokens`, `positions`, `labels`, `documents` what the step plan feeds. Nothing here knows of pipelines or shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from pipefit.errors import ModelError
+from pipefit.model.families import Initial, ModelConfig
+
+
+def finish(
+    layers: Sequence[nn.Module], device: str, dtype: torch.dtype | None, config: ModelConfig | None = None
+) -> list[nn.Module]:
+    """Name layers and parameters, move them, and give parameters of a family their first values.
+
+    A user's layers keep their values. A layer without `.layer_name` is called `layers.I`; one without
+    `.parameter_names` gets `LAYER.LOCAL`, and a parameter object that an earlier layer has keeps that layer's name.
+    """
+    globals_: dict[int, str] = {}
+    used: set[str] = set()
+    for index, layer in enumerate(layers):
+        name = str(getattr(layer, "layer_name", f"layers.{index}"))
+        if name in used:
+            raise ModelError(
+                "Two layers have one name.", where=f"layer {index}", seen=name, allowed="unique layer_name"
+            )
+        used.add(name)
+        layer.layer_name = name  # type: ignore[assignment]
+        given = getattr(layer, "parameter_names", None)
+        names = {}
+        for local, parameter in layer.named_parameters():
+            names[local] = globals_.setdefault(id(parameter), given[local] if given else f"{name}.{local}")
+        layer.parameter_names = names  # type: ignore[assignment]
+    for layer in layers:
+        if config is None or device != "meta":
+            layer.to(device=device)
+        if dtype is not None:
+            layer.to(dtype=dtype)
+    if config is not None and device != "meta":
+        initialize(layers, lambda name: config.initial(name))
+    return list(layers)
+
+
+@torch.no_grad()
+def initialize(layers: Sequence[nn.Module], rule: Callable[[str], Initial]) -> None:
+    """First values of all parameters by their global names, from torch's default generator."""
+    seen: set[str] = set()
+    for layer in layers:
+        for local, parameter in layer.named_parameters():
+            name = layer.parameter_names[local]  # type: ignore[index]
+            if name in seen:
+                continue
+            seen.add(name)
+            initial = rule(name)
+            if initial.kind == "normal":
+                parameter.normal_(0.0, initial.std)
+            else:
+                parameter.fill_(1.0 if initial.kind == "ones" else 0.0)

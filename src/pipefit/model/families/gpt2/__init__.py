@@ -1,0 +1,1 @@
+"""The GPT-2 family (Radford et al., 2019)."""

@@ -1,0 +1,109 @@
+"""GPT-2 (Radford et al., 2019) by configuration. Its files hold Conv1D weights as (in, out): ours are (out, in)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.model.families.config_fields import Fields
+from pipefit.model.families.family import Family, Initial, Stored
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
+_HUGGING_FACE_ACTIVATION = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPT2Config:
+    """One GPT-2."""
+
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int
+    activation: str
+    layer_norm_epsilon: float
+    embd_pdrop: float
+    resid_pdrop: float
+    tie_word_embeddings: bool
+    initializer_range: float
+    scale_attention: tuple[bool, bool]
+    "Whether scores are divided by sqrt(head dim), and by the layer's number (from 1)."
+
+    def scale(self, layer: int) -> float:
+        """The factor of the attention scores of layer `layer`, counted from 0."""
+        factor = 1.0 / math.sqrt(self.n_embd // self.n_head) if self.scale_attention[0] else 1.0
+        return factor / (layer + 1) if self.scale_attention[1] else factor
+
+    def to_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": self.vocab_size,
+            "n_positions": self.n_positions,
+            "n_embd": self.n_embd,
+            "n_layer": self.n_layer,
+            "n_head": self.n_head,
+            "n_inner": self.n_inner,
+            "activation_function": _HUGGING_FACE_ACTIVATION[self.activation],
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+            "embd_pdrop": self.embd_pdrop,
+            "resid_pdrop": self.resid_pdrop,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "initializer_range": self.initializer_range,
+            "scale_attn_weights": self.scale_attention[0],
+            "scale_attn_by_inverse_layer_idx": self.scale_attention[1],
+        }
+
+    def stored(self, name: str) -> tuple[Stored, ...]:
+        return (Stored(name, transposed=name.endswith(_CONV1D)),)
+
+    def initial(self, name: str) -> Initial:
+        if name.endswith(".bias"):
+            return Initial("zeros")
+        if ".ln_" in name:
+            return Initial("ones")
+        if name.endswith("c_proj.weight"):  # scaled by the number of residual additions, as in the paper
+            return Initial("normal", self.initializer_range / math.sqrt(2 * self.n_layer))
+        return Initial("normal", self.initializer_range)
+
+
+def read(config: Mapping[str, Any], where: str) -> GPT2Config:
+    """The typed configuration of a config.json. Raises ModelError."""
+    fields = Fields(config, where)
+    width, heads = fields.width_of_heads(("n_embd", "hidden_size"), ("n_head", "num_attention_heads"))
+    if fields.number("attn_pdrop", default=0.1) > 0:
+        warnings.warn(f"{where}: attn_pdrop is left out: attention is computed without dropout", stacklevel=2)
+    return GPT2Config(
+        vocab_size=fields.count("vocab_size"),
+        n_positions=fields.count("n_positions", "max_position_embeddings"),
+        n_embd=width,
+        n_layer=fields.count("n_layer", "num_hidden_layers"),
+        n_head=heads,
+        n_inner=fields.count("n_inner", default=4 * width),
+        activation=fields.choice("activation_function", default="gelu_new", allowed=ACTIVATIONS),
+        layer_norm_epsilon=fields.number("layer_norm_epsilon", default=1e-5),
+        embd_pdrop=fields.number("embd_pdrop", default=0.1),
+        resid_pdrop=fields.number("resid_pdrop", default=0.1),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
+        initializer_range=fields.number("initializer_range", default=0.02),
+        scale_attention=(
+            fields.flag("scale_attn_weights", default=True),
+            fields.flag("scale_attn_by_inverse_layer_idx", default=False),
+        ),
+    )
+
+
+FAMILY = Family(name="gpt2", model_types=("gpt2",), read=read, builder="pipefit.model.families.gpt2.layers")

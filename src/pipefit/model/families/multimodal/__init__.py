@@ -1,0 +1,1 @@
+"""Models of several modules: an image encoder, a language model, an image generator."""

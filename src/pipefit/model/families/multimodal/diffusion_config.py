@@ -1,0 +1,62 @@
+"""The image generator of a multimodal model by configuration: a small diffusion transformer (Peebles and Xie, 2023)
+trained by flow matching (Lipman et al., 2023), conditioned token by token on the language model's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.model.families.config_fields import Fields
+from pipefit.model.families.family import Initial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionConfig:
+    """One generator."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    latent_size: int
+    "Numbers of one latent token: what the model draws, token by token (channels x patch x patch)."
+    grid_size: int
+    "Latent tokens along one side of the table of positions; images of another size are interpolated."
+    time_frequencies: int
+    layer_norm_eps: float
+    initializer_range: float
+
+    def to_config(self) -> dict[str, Any]:
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "latent_size": self.latent_size,
+            "grid_size": self.grid_size,
+            "time_frequencies": self.time_frequencies,
+            "layer_norm_eps": self.layer_norm_eps,
+            "initializer_range": self.initializer_range,
+        }
+
+    def initial(self, name: str) -> Initial:
+        """First value of a parameter of the generator, by its name in it."""
+        return Initial("zeros") if name.endswith(".bias") else Initial("normal", self.initializer_range)
+
+
+def read(config: Mapping[str, Any], where: str) -> DiffusionConfig:
+    """The typed configuration. Raises ModelError."""
+    fields = Fields(config, where)
+    hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
+    return DiffusionConfig(
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size", default=4 * hidden),
+        num_hidden_layers=fields.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        latent_size=fields.count("latent_size"),
+        grid_size=fields.count("grid_size", default=16),
+        time_frequencies=fields.count("time_frequencies", default=64),
+        layer_norm_eps=fields.number("layer_norm_eps", default=1e-6),
+        initializer_range=fields.number("initializer_range", default=0.02),
+    )

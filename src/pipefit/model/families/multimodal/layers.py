@@ -1,0 +1,113 @@
+"""A multimodal model as plain layers: the chain vision -> language -> generator, single device.
+
+The seams carry hidden states in packed rows: the projector's output (1,I,D) goes into the token sequence at
+`image_places`; the hidden states at `condition_places` (1,L,D) come out of it, beside the language model's loss.
+Places are int64, b T + t within the rows of the device.
+Shape suffixes: B rows, T tokens, D features, V vocabulary, I image tokens, L latent tokens.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pipefit.model.families.common import Loss, RMSNorm, name_layer
+from pipefit.model.families.llama import layers as llama
+from pipefit.model.families.llama.config import LlamaConfig
+from pipefit.model.families.multimodal import diffusion_layers as diffusion
+from pipefit.model.families.multimodal import vision_layers as vision
+from pipefit.model.families.multimodal.config import SPACES, MultimodalConfig
+from pipefit.model.families.multimodal.packed import PutTokens, TakeTokens
+from pipefit.model.graph import Tensor as GraphInput
+
+
+class Embed(nn.Module):
+    """x (1,I,D), tokens (B,T) -> (B,T,D): token embeddings, with the image embeddings in their places."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.x_shape = (1, "I", config.hidden_size)
+        self.data_inputs = (GraphInput(name="image_places", shape=(1, "I"), dtype="int64", role="data"),)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.put = PutTokens()
+
+    def forward(self, x: Tensor, tokens: Tensor, image_places: Tensor) -> Tensor:
+        return self.put(self.embed_tokens(tokens), x, image_places)
+
+
+class Head(nn.Module):
+    """x (B,T,D) -> the conditioning (1,L,D): normed hidden states at their places; and the loss, a scalar sum."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.data_inputs = (GraphInput(name="condition_places", shape=(1, "L"), dtype="int64", role="data"),)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.take = TakeTokens()
+        self.loss = Loss()
+
+    def forward(self, x: Tensor, labels: Tensor, condition_places: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(x)
+        return self.take(normed, condition_places), self.loss(self.lm_head(normed), labels)
+
+
+def build(config: MultimodalConfig) -> list[nn.Module]:
+    """The chain of all modules; every layer says its `module_name` and `space`. Frozen parameters want no gradient."""
+    layers = [*_vision(config), *_language(config), *_generator(config)]
+    for layer in layers:
+        module = str(layer.layer_name).split(".", 1)[0]
+        layer.module_name, layer.space = module, SPACES[module]  # type: ignore[assignment]
+        names: dict[str, str] = layer.parameter_names  # type: ignore[assignment]
+        for local, parameter in layer.named_parameters():
+            parameter.requires_grad_(not config.is_frozen(names[local]))
+    return layers
+
+
+def _vision(config: MultimodalConfig) -> list[nn.Module]:
+    if config.vision is None:
+        return []
+    encoder = config.vision
+    norm = {f"norm.{end}": f"vision.norm.{end}" for end in ("weight", "bias")}
+    return [
+        name_layer(vision.Embed(encoder), "vision.embed", "vision.embed."),
+        *(
+            name_layer(vision.Block(encoder), f"vision.layers.{i}", f"vision.layers.{i}.")
+            for i in range(encoder.num_hidden_layers)
+        ),
+        name_layer(vision.Projector(config), "vision.projector", "vision.projector.", norm),
+    ]
+
+
+def _language(config: MultimodalConfig) -> list[nn.Module]:
+    """The chain of the language model alone, but for its ends where they meet another module."""
+    plain = llama.build(config.language)
+    embed, *blocks, head, loss = plain
+    if config.vision is not None:
+        placed = Embed(config.language)
+        placed.embed_tokens = embed.embed_tokens  # type: ignore[assignment]
+        embed = name_layer(placed, "embed", "model.")
+    if config.generator is None:
+        ends = [head, loss]
+    else:
+        both = Head(config.language)
+        both.norm, both.lm_head = head.norm, head.lm_head  # type: ignore[assignment]
+        ends = [name_layer(both, "head", "model.", {"lm_head.weight": head.parameter_names["lm_head.weight"]})]  # type: ignore[index]
+    layers = [embed, *blocks, *ends]
+    for layer in layers:
+        layer.layer_name = f"language.{layer.layer_name}"  # type: ignore[assignment]
+        names: dict[str, str] = layer.parameter_names  # type: ignore[assignment]
+        layer.parameter_names = {local: f"language.{name}" for local, name in names.items()}  # type: ignore[assignment]
+    return layers
+
+
+def _generator(config: MultimodalConfig) -> list[nn.Module]:
+    if config.generator is None:
+        return []
+    generator = config.generator
+    return [
+        name_layer(diffusion.Embed(generator, config.language.hidden_size), "generator.embed", "generator.embed."),
+        *(
+            name_layer(diffusion.Block(generator), f"generator.layers.{i}", f"generator.layers.{i}.")
+            for i in range(generator.num_hidden_layers)
+        ),
+        name_layer(diffusion.Output(generator), "generator.output", "generator.output."),
+    ]

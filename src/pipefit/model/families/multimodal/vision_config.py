@@ -1,0 +1,188 @@
+"""The image encoder of a multimodal model by configuration: a ViT or SigLIP encoder, in Hugging Face's words.
+
+One set of modules serves both; the model type decides whether an image begins with a start token (ViT's class token),
+how the feed-forward is activated, and how weights are named in Hugging Face's files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.model.families.config_fields import Fields
+from pipefit.model.families.family import Initial, Stored
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
+HUGGING_FACE_ACTIVATION = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+MODEL_TYPES = {"vit": "vit", "siglip_vision_model": "siglip_vision_model"}
+
+_VIT = {
+    "embed.patch": "embeddings.patch_embeddings.projection",
+    "embed.positions.table": "embeddings.position_embeddings",
+    "embed.positions.start": "embeddings.cls_token",
+    "norm": "layernorm",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+_SIGLIP = {
+    "embed.patch": "embeddings.patch_embedding",
+    "embed.positions.table": "embeddings.position_embedding.weight",
+    "norm": "post_layernorm",
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.out_proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+_NAMES = {"vit": ("encoder.layer", _VIT), "siglip_vision_model": ("encoder.layers", _SIGLIP)}
+"""Model type -> how Hugging Face's files call the layers, and the parts of an encoder, by our names."""
+
+_SIGLIP_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """One encoder. Names are Hugging Face's where they have one."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    activation: str
+    layer_norm_eps: float
+    image_size: int
+    "Of the images whose positions the table holds, in pixels: they are square. Any other size is interpolated."
+    patch_size: int
+    num_channels: int
+    qkv_bias: bool
+    image_mean: tuple[float, ...]
+    "Per channel, of pixels from 0 to 1."
+    image_std: tuple[float, ...]
+    initializer_range: float
+
+    @property
+    def start_token(self) -> bool:
+        """Whether every image begins with a token of its own that is no patch."""
+        return self.model_type == "vit"
+
+    @property
+    def side(self) -> int:
+        """Patches along one side of the table of positions."""
+        return self.image_size // self.patch_size
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table, that of the start token among them."""
+        return self.side**2 + int(self.start_token)
+
+    @property
+    def patch_features(self) -> int:
+        """Numbers of one patch: channels x patch x patch, in that order."""
+        return self.num_channels * self.patch_size**2
+
+    def tokens(self, height: int, width: int) -> int:
+        """Tokens of an image of `height` x `width` pixels: its whole patches, and the start token where there is
+        one. They are as many tokens of the language model."""
+        return (height // self.patch_size) * (width // self.patch_size) + int(self.start_token)
+
+    def to_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "model_type": self.model_type,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "hidden_act": HUGGING_FACE_ACTIVATION[self.activation],
+            "layer_norm_eps": self.layer_norm_eps,
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "num_channels": self.num_channels,
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+            "initializer_range": self.initializer_range,
+        }
+        return {**config, "qkv_bias": self.qkv_bias} if self.model_type == "vit" else config
+
+    def stored(self, name: str) -> tuple[Stored, ...]:
+        """How a parameter of the encoder, by its name in it, stands in Hugging Face's files of its model type."""
+        layers, names = _NAMES[self.model_type]
+        front, inner = "", name
+        if name.startswith("layers."):
+            _, place, inner = name.split(".", 2)
+            front = f"{layers}.{place}."
+        if inner in names:  # a parameter of its own: the table of positions, the start token
+            shapes = {"embed.positions.start": (1, 1, self.hidden_size)}
+            if self.model_type == "vit":
+                shapes["embed.positions.table"] = (1, self.positions, self.hidden_size)
+            return (Stored(names[inner], shape=shapes.get(inner, ())),)
+        part, end = inner.rsplit(".", 1)
+        kernel = (self.hidden_size, self.num_channels, self.patch_size, self.patch_size)
+        return (Stored(f"{front}{names[part]}.{end}", shape=kernel if inner == "embed.patch.weight" else ()),)
+
+    def initial(self, name: str) -> Initial:
+        """First value of a parameter of the encoder, by its name in it."""
+        if name.endswith(".bias"):
+            return Initial("zeros")
+        return Initial("ones") if "norm" in name else Initial("normal", self.initializer_range)
+
+
+def read(config: Mapping[str, Any], where: str) -> VisionConfig:
+    """The typed configuration of a ViT's, a SigLIP's or a SigLIP vision model's config.json. Raises ModelError."""
+    if config.get("model_type") == "siglip":  # both towers: ours is that of images
+        tower = config.get("vision_config", {})
+        if not isinstance(tower, Mapping):
+            raise Fields(config, where).wrong("vision_config", tower, "a JSON object")
+        config = {"model_type": "siglip_vision_model", **tower}
+    if config.get("model_type") == "siglip_vision_model":  # its files leave out what is as in transformers
+        config = {**_SIGLIP_DEFAULTS, **config}
+    fields = Fields(config, where)
+    model_type = fields.choice("model_type", default="", allowed=MODEL_TYPES)
+    siglip = model_type == "siglip_vision_model"
+    hidden, heads = fields.width_of_heads(("hidden_size",), ("num_attention_heads",))
+    image, patch = fields.count("image_size", default=224), fields.count("patch_size", default=16)
+    fields.check(
+        image >= patch,
+        "An image is smaller than a patch.",
+        f"image_size {image}, patch_size {patch}",
+        "at least one patch",
+    )
+    for dropout in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
+        if fields.number(dropout, default=0.0) > 0:
+            warnings.warn(f"{where}: {dropout} is left out: the encoder is computed without dropout", stacklevel=2)
+    channels = fields.count("num_channels", default=3)
+    return VisionConfig(
+        model_type=model_type,
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size", default=4 * hidden),
+        num_hidden_layers=fields.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        activation=fields.choice("hidden_act", default="gelu_pytorch_tanh" if siglip else "gelu", allowed=ACTIVATIONS),
+        layer_norm_eps=fields.number("layer_norm_eps", default=1e-6 if siglip else 1e-12),
+        image_size=image,
+        patch_size=patch,
+        num_channels=channels,
+        qkv_bias=siglip or fields.flag("qkv_bias", default=True),
+        image_mean=_per_channel(fields, "image_mean", channels),
+        image_std=_per_channel(fields, "image_std", channels),
+        initializer_range=fields.number("initializer_range", default=0.02),
+    )
+
+
+def _per_channel(fields: Fields, name: str, channels: int) -> tuple[float, ...]:
+    values = fields.value(name, default=[0.5] * channels)
+    good = isinstance(values, (list, tuple)) and all(isinstance(v, (int, float)) and v > 0 for v in values)
+    if not good or len(values) != channels:
+        raise fields.wrong(name, values, f"{channels} numbers above zero, one a channel")
+    return tuple(map(float, values))

@@ -1,0 +1,1 @@
+"""Weights in Hugging Face safetensors files."""

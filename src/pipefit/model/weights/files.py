@@ -1,0 +1,277 @@
+"""Weights in Hugging Face's safetensors files: read by global name, whole or a box of it, and written back.
+
+A parameter of ours may be several tensors of the files (one per expert) or stand there transposed (GPT-2's Conv1D);
+`ModelConfig.stored` says how. Nothing is unpickled. Torch is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipefit.errors import ModelError, most_like
+from pipefit.model.families import Stored
+from pipefit.model.families.build import USER, typed_config
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DEFAULT_MAX_FILE_BYTES = 5 * 10**9
+
+Box = Sequence[tuple[int, int]]
+"""Half-open range of each dimension of a parameter."""
+
+PREFIXES = ("model", "transformer", "vit", "vision_model")
+"""What Hugging Face's classes for a task put before the names of the model inside."""
+
+
+class NamesWeights(Protocol):
+    """What knows how parameters stand in files."""
+
+    def stored(self, name: str) -> tuple[Stored, ...]:
+        """The tensors of the files that hold the parameter of that name."""
+
+
+class WeightFiles:
+    """The safetensors files of one model, opened for reading. Use as a context manager or let it go."""
+
+    def __init__(self, source: Path, family: str, config: Mapping[str, Any], typed: NamesWeights | None = None) -> None:
+        """`source`: a directory (with an index or single file) or one safetensors file. `typed` says how parameters
+        stand in the files, instead of the family's configuration. Raises ModelError."""
+        self.source = source
+        self._typed = typed if typed is not None or family == USER else typed_config(family, config)
+        self._files = {path: _open(path) for path in _list_files(source)}
+        self._where = {name: handle for handle in self._files.values() for name in handle.keys()}  # noqa: SIM118
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors in the files."""
+        return tuple(self._where)
+
+    def read(self, name: str, shape: Sequence[int], box: Box | None = None) -> Tensor:
+        """The parameter of that global name and shape, or the box of it, on the CPU in the type of the file.
+
+        Raises ModelError where a tensor is missing or has another shape.
+        """
+        import torch
+
+        box = [(0, size) for size in shape] if box is None else list(box)
+        blocks = self._blocks(name)
+        if len(blocks) == 1 and not blocks[0].index:
+            return self._part(blocks[0], name, shape, box)
+        out: Tensor | None = None
+        for block in blocks:
+            target, inner, block_shape = _overlap(block, shape, box)
+            if target is None:
+                continue
+            part = self._part(block, name, block_shape, inner)
+            if out is None:
+                out = torch.empty([stop - start for start, stop in box], dtype=part.dtype)
+            out[target] = part
+        if out is None:
+            out = torch.empty([stop - start for start, stop in box])
+        return out
+
+    def _blocks(self, name: str) -> tuple[Stored, ...]:
+        """The stored tensors of a parameter; the parameter's own name where the file holds it in one piece."""
+        blocks = self._typed.stored(name) if self._typed is not None else (Stored(name),)
+        if self._find(blocks[0].name) is None and self._find(name) is not None:
+            return (Stored(name),)
+        return blocks
+
+    def _find(self, name: str) -> str | None:
+        """The file's spelling of a name: as it is, or without or with the prefix of the whole model."""
+        plain = name.split(".", 1)[-1]
+        known = (name, plain, *(f"{prefix}.{name}" for prefix in PREFIXES))
+        return next((item for item in known if item in self._where), None)
+
+    def _part(self, block: Stored, name: str, shape: Sequence[int], box: Box) -> Tensor:
+        spelled = self._find(block.name)
+        if spelled is None:
+            near = most_like(block.name, self._where)
+            raise ModelError(
+                f"The weights lack the tensor {block.name!r}" + (f" (part of {name})." if block.name != name else "."),
+                where=str(self.source),
+                seen=f"{len(self._where)} tensors" + (f", the nearest {near[0]!r}" if near else ""),
+                next_step="check that the weights belong to this config.json",
+            )
+        handle = self._where[spelled].get_slice(spelled)
+        expected = list(block.shape or (reversed(shape) if block.transposed else shape))
+        if list(handle.get_shape()) != expected:
+            raise ModelError(
+                f"The tensor {block.name!r} of the weights has a wrong shape.",
+                where=str(self.source),
+                seen=str(list(handle.get_shape())),
+                allowed=str(expected),
+                next_step="check that the weights belong to this config.json",
+            )
+        if not shape:
+            return self._where[spelled].get_tensor(spelled)
+        if block.shape:
+            whole = self._where[spelled].get_tensor(spelled).reshape(tuple(shape))
+            return whole[tuple(slice(start, stop) for start, stop in box)]
+        ranges = list(reversed(box)) if block.transposed else list(box)
+        part = handle[tuple(slice(start, stop) for start, stop in ranges)]
+        return part.t().contiguous() if block.transposed else part
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._where.clear()
+
+
+def load_layers(layers: Sequence[nn.Module], source: Path, family: str, config: Mapping[str, Any]) -> None:
+    """Fill the parameters of `layers` (on a real device) from the files, cast to the parameters' type."""
+    import torch
+
+    with WeightFiles(source, family, config) as files, torch.no_grad():
+        for layer in layers:
+            for local, parameter in layer.named_parameters():
+                parameter.copy_(files.read(layer.parameter_names[local], parameter.shape))
+
+
+def layer_tensors(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Global name -> parameter; tied ones once."""
+    return {
+        layer.parameter_names[local]: parameter.detach()
+        for layer in layers
+        for local, parameter in layer.named_parameters()
+    }
+
+
+def save_weights(
+    directory: Path,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    family: str,
+    config: Mapping[str, Any],
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write parameters (by global name) and config.json as Hugging Face does; gives the files written.
+
+    More than `max_file_bytes` are split over several files with an index. Files are written under other names and
+    renamed at the end, the index last; `tensors` may be a generator, one file's worth is held at a time.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    typed = None if family == USER else typed_config(family, config)
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    shards: list[dict[str, int]] = []
+    pending: dict[str, Tensor] = {}
+    dtype = ""
+    for name, tensor in pairs:
+        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+        for block in typed.stored(name) if typed is not None else (Stored(name),):
+            piece = tensor.detach()[_as_index(block)] if block.index else tensor.detach()
+            piece = (piece.t() if block.transposed else piece).to("cpu", copy=True).contiguous()
+            piece = piece.reshape(block.shape) if block.shape else piece
+            if pending and _bytes(pending.values()) + _bytes([piece]) > max_file_bytes:
+                shards.append(_write(directory, len(shards), pending))
+                pending = {}
+            pending[block.name] = piece
+    shards.append(_write(directory, len(shards), pending))
+    paths = _rename(directory, shards)
+    if typed is not None:
+        text = json.dumps({**typed.to_config(), "torch_dtype": dtype}, indent=2) + "\n"
+        _replace(directory / "config.json", text)
+        paths.append(directory / "config.json")
+    return paths
+
+
+def _as_index(block: Stored) -> tuple[Any, ...]:
+    return tuple(item if isinstance(item, int) else slice(*item) for item in block.index)
+
+
+def _overlap(block: Stored, shape: Sequence[int], box: Box) -> tuple[tuple[Any, ...] | None, list[Any], list[int]]:
+    """(where the block's part goes in the box, which part of the block, shape of the block); None: no overlap."""
+    target: list[Any] = []
+    inner: list[tuple[int, int]] = []
+    block_shape: list[int] = []
+    for dim, (start, stop) in enumerate(box):
+        item = block.index[dim] if dim < len(block.index) else (0, shape[dim])
+        if isinstance(item, int):
+            if not start <= item < stop:
+                return None, [], []
+            target.append(item - start)
+            continue
+        low, high = max(start, item[0]), min(stop, item[1])
+        if low >= high:
+            return None, [], []
+        target.append(slice(low - start, high - start))
+        inner.append((low - item[0], high - item[0]))
+        block_shape.append(item[1] - item[0])
+    return tuple(target), inner, block_shape
+
+
+def _list_files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    index = source / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ModelError("The index of the weights cannot be read.", where=str(index), seen=error) from None
+        missing = [name for name in names if not (source / name).is_file()]
+        if missing:
+            raise ModelError("Files of the weights are missing.", where=str(source), seen=", ".join(missing))
+        return [source / name for name in names]
+    if (source / SINGLE).is_file():
+        return [source / SINGLE]
+    there = source.exists()
+    raise ModelError(
+        "There are no weights here.",
+        where=str(source),
+        seen=None if there else "no such file or directory",
+        allowed=f"{SINGLE}, or {INDEX} with its files",
+        next_step="convert other formats with transformers' save_pretrained"
+        if there
+        else "check the path; weights of modules are given as vision=DIR or language=DIR, or both with a comma between",
+    )
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError("The weights file is damaged or no safetensors file.", where=str(path), seen=error) from None
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _write(directory: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    from safetensors.torch import save_file
+
+    save_file(tensors, directory / f".{number}.partial", metadata={"format": "pt"})
+    return {name: _bytes([tensor]) for name, tensor in tensors.items()}
+
+
+def _rename(directory: Path, shards: list[dict[str, int]]) -> list[Path]:
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for i, name in enumerate(names):
+        os.replace(directory / f".{i}.partial", directory / name)
+    paths = [directory / name for name in names]
+    if count == 1:
+        (directory / INDEX).unlink(missing_ok=True)
+        return paths
+    weight_map = {name: names[i] for i, shard in enumerate(shards) for name in shard}
+    total = sum(size for shard in shards for size in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _replace(directory / INDEX, json.dumps(index, indent=2) + "\n")
+    return [*paths, directory / INDEX]
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,99 @@
+"""First weights of a model of several modules from the directories of its parts: `vision=DIR,language=DIR`.
+
+A part is a Hugging Face directory of its own: a ViT or SigLIP encoder, a Llama-family model. What no part holds (the
+projector, the generator) starts as it would without weights. Torch is imported inside `weights.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import ModelError
+from pipefit.model.families.build import typed_config
+from pipefit.model.families.multimodal.config import MultimodalConfig
+from pipefit.model.registry import read_json
+from pipefit.model.weights.files import Box, WeightFiles
+
+PARTS = ("vision", "language")
+"""Modules that directories of their own exist for."""
+
+Read = Callable[[str, Sequence[int], Box], Any]
+"""(global name, shape, box) -> that part of the parameter, a tensor."""
+
+
+def names_parts(text: str) -> bool:
+    """Whether `text` is of the form `vision=DIR`, and not one directory of a whole model."""
+    return any(text.startswith(f"{part}=") for part in PARTS)
+
+
+def split_parts(text: str, where: str = "--weights") -> dict[str, Path]:
+    """Module -> directory. Raises ModelError."""
+    found: dict[str, Path] = {}
+    for item in text.split(","):
+        part, equal, directory = item.partition("=")
+        if not equal or not directory or part not in PARTS or part in found:
+            raise ModelError(
+                "The weights of modules are named wrongly.",
+                where=where,
+                seen=item,
+                allowed=" and ".join(f"{part}=DIR" for part in PARTS) + ", each once, with a comma between",
+            )
+        found[part] = Path(directory)
+    return found
+
+
+def module_weights(parts: Mapping[str, Path], family: str, config: Mapping[str, Any], otherwise: Read) -> Read:
+    """Reads parameters from the directories of modules; those that none of them holds from `otherwise`.
+
+    Raises ModelError for a model without such a module, a directory of another configuration, or missing weights.
+    """
+    typed = typed_config(family, config)
+    files: dict[str, WeightFiles] = {}
+    for part, directory in parts.items():
+        inner = getattr(typed, part) if isinstance(typed, MultimodalConfig) else None
+        if inner is None:
+            raise ModelError(
+                "The model has no such module to give weights to.",
+                where="--weights",
+                seen=f"{part}={directory}",
+                allowed=", ".join(name for name in PARTS if getattr(typed, name, None)) or "one directory",
+            )
+        _same_config(part, directory, typed)
+        files[part] = WeightFiles(directory, family, config, inner)
+
+    def read(name: str, shape: Sequence[int], box: Box) -> Any:
+        part, _, inner = name.partition(".")
+        if part not in files or name.startswith("vision.projector."):
+            return otherwise(name, shape, box)
+        return files[part].read(inner, shape, box)
+
+    return read
+
+
+_EITHER = {"initializer_range", "image_mean", "image_std", "max_position_embeddings", "architectures"}
+"""Fields that weights do not depend on."""
+
+
+def _same_config(part: str, directory: Path, typed: Any) -> None:
+    """Raise ModelError where the config.json of a directory is of another module than the model's, FormatError where
+    it is damaged."""
+    from pipefit.model.families.llama import config as llama
+    from pipefit.model.families.multimodal import vision_config as vision
+
+    path = directory / "config.json"
+    if not path.is_file():
+        return
+    read: Any = vision.read if part == "vision" else llama.read
+    found = read(read_json(path), str(path)).to_config()
+    wanted = getattr(typed, part).to_config()
+    names = [n for n in sorted({*found, *wanted} - _EITHER) if found.get(n) != wanted.get(n)]
+    if names:
+        raise ModelError(
+            "The weights are of another module than the model's.",
+            where=str(path),
+            seen=", ".join(f"{name} {found.get(name)}" for name in names[:4]),
+            allowed=", ".join(f"{name} {wanted.get(name)}" for name in names[:4]) + f", as in {part!r} of the model",
+            next_step="give weights of that configuration, or plan the model with theirs",
+        )

@@ -1,0 +1,1 @@
+"""From decisions to a plan: structure, pipeline work, order, shard programs, predictions."""

@@ -1,0 +1,199 @@
+"""Groups, stages, edges and parameters of a plan of several modules: each module's own, joined into one chain.
+
+Where a packed row lies at either end of an edge, replicas hold the tokens of their own samples: form `G1` along the
+replica axis. Between modules the shard axes have to fit as between any two stages (`structure.can_pass`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from pipefit.model.graph import Model
+from pipefit.plan.assemble.pipeline_work import Parts
+from pipefit.plan.assemble.shard_programs import LayerProgram, Programs, sharding_key
+from pipefit.plan.assemble.structure import (
+    FormsError,
+    can_pass,
+    dual,
+    make_groups,
+    make_parameters,
+    make_stages,
+    shard_shares,
+)
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.plan.types import Edge, GroupPlan, Job, Parameter, Space, Stage, Wire
+
+
+def module_parts(
+    model: Model, programs: Programs, job: Job, decisions: ModuleDecisions, spaces: Sequence[Space]
+) -> Parts:
+    """The parts of these decisions. Raises FormsError where neighbouring stages hold the hidden state in forms that do
+    not go together."""
+    groups: list[GroupPlan] = []
+    stages: list[Stage] = []
+    split_state: list[bool] = []
+    modules = {module.name: module for module in model.modules}
+    runs: list[list[int]] = []
+    first, lies = _first_group(decisions), dict(decisions.modules)
+    for name, own in decisions.modules:
+        runs.append([])
+        if name in decisions.inline:
+            (stage,) = make_stages(modules[name], own, (), programs)
+            runs[-1].append(len(stages))
+            end = decisions.end_of(name)
+            grid = first + end if decisions.in_grid(name) else len(groups)
+            stages.append(replace(stage, group=grid, divide=decisions.divide_of(name)))
+            split_state.append(decisions.zero1 and len(own.replicas) > 1)
+            if not decisions.in_grid(name):
+                groups += make_groups(replace(own, devices=lies[decisions.backbone].lane_devices()[end]))
+            continue
+        for turn, placed in enumerate(_placed(decisions, name, own)):
+            for stage in make_stages(modules[name], placed, placed.cuts, programs):
+                runs[-1].append(len(stages))
+                stages.append(
+                    replace(
+                        stage,
+                        group=stage.group + len(groups),
+                        turn=turn,
+                        turns=decisions.copies(name),
+                        microbatch_multiple=decisions.multiple_of(name),
+                        divide=decisions.divide_of(name),
+                    )
+                )
+                split_state.append(decisions.zero1 and len(own.replicas) > 1)
+            groups += make_groups(placed)
+    return Parts(
+        job=job,
+        groups=tuple(groups),
+        spaces=tuple(spaces),
+        stages=tuple(stages),
+        edges=tuple(
+            module_edges(
+                _pairs(decisions, runs), stages, groups, programs, {space.name for space in spaces if space.tokens == 0}
+            )
+        ),
+        placement=decisions.lane_of_stage,
+        microbatches=decisions.microbatches,
+        slices=(job.sequence,),
+        split_state=tuple(split_state),
+    )
+
+
+def _first_group(decisions: ModuleDecisions) -> int:
+    """Where the groups of the backbone begin, which modules in line with it use if they lie in its grid."""
+    names = [name for name, _ in decisions.modules]
+    before = decisions.modules[: names.index(decisions.backbone)] if decisions.inline else ()
+    return sum(
+        own.stage_count * decisions.copies(name)
+        for name, own in before
+        if name not in decisions.inline or not decisions.in_grid(name)
+    )
+
+
+def _placed(decisions: ModuleDecisions, name: str, own: Decisions) -> list[Decisions]:
+    """How a module lies: once, or for a guest on every lane of the backbone."""
+    if name not in decisions.guests:
+        return [own]
+    return [replace(own, devices=lane) for lane in dict(decisions.modules)[decisions.backbone].lane_devices()]
+
+
+def _pairs(decisions: ModuleDecisions, runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Which stage hands to which; `runs` are the stages of every module. Those of a guest take turns: each is fed by,
+    or feeds, the end of the module beside it."""
+    guest = [name in decisions.guests for name, _ in decisions.modules]
+    found = []
+    for place, own in enumerate(runs):
+        found += [] if guest[place] else list(pairwise(own))
+        if place + 1 < len(runs):
+            ends, starts = (own if guest[place] else own[-1:]), runs[place + 1]
+            found += [(end, start) for end in ends for start in (starts if guest[place + 1] else starts[:1])]
+    return sorted(found)
+
+
+def module_edges(
+    pairs: Sequence[tuple[int, int]],
+    stages: Sequence[Stage],
+    groups: Sequence[GroupPlan],
+    programs: Programs,
+    packed: set[str],
+) -> list[Edge]:
+    """The hidden state from stage to stage, within modules and from one to the other."""
+    edges = []
+    for source, target in pairs:
+        one, two = stages[source], stages[target]
+        ahead, behind = (shard_shares(groups[stage.group]) for stage in (one, two))
+        gives = end_program(programs, one, ahead, -1).gives
+        takes = end_program(programs, two, behind, 0).takes
+        if not can_pass((gives, len(ahead)), (takes, len(behind))):
+            raise FormsError(
+                "Neighbouring stages hold the hidden state in forms that do not go together.",
+                where=f"{one.module}, then {two.module}",
+                seen=f"{gives} on {len(ahead)} device(s), then {takes} on {len(behind)}",
+                allowed="no whole tensor for several devices unless as many have it whole",
+            )
+        rows = "G1" if {one.space, two.space} & packed else "G0"
+        edges.append(
+            Edge(
+                source=source,
+                target=target,
+                forward=_wire(rows, str(gives), str(takes)),
+                gradient=_wire(rows, dual(takes, len(behind)), dual(gives, len(ahead))),
+            )
+        )
+    return edges
+
+
+def end_program(programs: Programs, stage: Stage, shares: tuple[int, ...], end: int) -> LayerProgram:
+    """The program of the first (0) or last (-1) layer of a stage."""
+    return programs.program(programs.layers(stage.module, stage.layers)[end], sharding_key(stage), shares)
+
+
+def module_parameters(model: Model, parts: Parts, programs: Programs) -> tuple[Parameter, ...]:
+    """Every parameter once, module by module, by the numbers of the plan's stages."""
+    found = []
+    for module in model.modules:
+        own = [index for index, stage in enumerate(parts.stages) if stage.module == module.name]
+        stages = [parts.stages[index] for index in own]
+        split = any(parts.split_state[index] for index in own)
+        for one in make_parameters(module, stages, parts.groups, programs, split):
+            found.append(replace(one, uses=tuple(own[use] for use in one.uses), owner=own[one.owner]))
+    return tuple(found)
+
+
+def host_order(sizes: Sequence[tuple[int, int]], host_devices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The devices of every module, given its (devices, shards): modules with more shards first, so that no shard group
+    crosses hosts where the hosts have a multiple of them; empty where they do not fit."""
+    starts = list(itertools.accumulate(host_devices, initial=0))
+    free = [list(range(start, stop)) for start, stop in pairwise(starts)]
+    found: list[tuple[int, ...]] = [()] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index][1], index)):
+        devices, shards = sizes[index]
+        taken: list[int] = []
+        for host in free:
+            while len(taken) < devices and len(host) >= shards:
+                taken += host[:shards]
+                del host[:shards]
+        if len(taken) < devices:
+            return ()
+        found[index] = tuple(taken)
+    return tuple(found)
+
+
+def within_hosts(decisions: ModuleDecisions, host_devices: Sequence[int]) -> bool:
+    """Whether the shard groups of guests, runs of the backbone's lanes, lie within hosts."""
+    hosts = [host for host, count in enumerate(host_devices) for _ in range(count)]
+    for name, own in decisions.modules:
+        if name in decisions.guests:
+            for lane in dict(decisions.modules)[decisions.backbone].lane_devices():
+                for start in range(0, len(lane), len(own.shards)):
+                    if len({hosts[device] for device in lane[start : start + len(own.shards)]}) > 1:
+                        return False
+    return True
+
+
+def _wire(rows: str, sent: str, received: str) -> Wire:
+    return Wire(sent=(rows, sent), wire=(rows, sent), received=(rows, received))

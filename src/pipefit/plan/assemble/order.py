@@ -1,0 +1,149 @@
+"""The order of a plan: a schedule family's computed lanes, lowered, as text; and the rules that such lanes obey."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from pipefit.cost.types import CostTable
+from pipefit.errors import PipefitError, PlanError, ScheduleError
+from pipefit.layout import FLAT, parse_form
+from pipefit.plan.assemble.pipeline_work import Parts
+from pipefit.plan.types import Edge, GroupPlan, Order, Parameter, Plan, Stage, turns_of
+from pipefit.schedule.actions import Schedule, format_lanes
+from pipefit.schedule.families import family
+from pipefit.schedule.lowering.frozen import frozen_stages, with_backward, without_backward
+from pipefit.schedule.lowering.lower import lower
+from pipefit.schedule.problem import Problem
+
+
+def computed_schedule(
+    family_name: str, parts: Parts, costs: CostTable | None, limit_bytes: Sequence[float] | None = None
+) -> Schedule:
+    """The named family's order for these parts: compute actions only. `limit_bytes` of every lane matter to families
+    that fit to memory. Raises ScheduleError where it has none."""
+    return family(family_name)(order_problem(parts, costs, limit_bytes))
+
+
+def order_problem(parts: Parts, costs: CostTable | None, limit_bytes: Sequence[float] | None = None) -> Problem:
+    """What a schedule family is asked for these parts."""
+    return Problem(
+        placement=parts.placement,
+        microbatches=parts.microbatches,
+        slices=len(parts.slices),
+        edges=edge_keys(parts.edges),
+        costs=costs,
+        limit_bytes=None if limit_bytes is None else tuple(limit_bytes),
+        turns=turns_of(parts.stages),
+    )
+
+
+def lower_for(
+    computed: Schedule,
+    groups: Sequence[GroupPlan],
+    stages: Sequence[Stage],
+    edges: Sequence[Edge],
+    parameters: Sequence[Parameter],
+    costs: CostTable | None = None,
+    frozen: Collection[int] = (),
+) -> Schedule:
+    """The lowered form of a computed schedule with the reductions and gathers that the parameters need, and without the
+    backward of the `frozen` stages (`frozen_in`)."""
+    return lower(
+        without_backward(computed, frozen),
+        edge_keys(edges),
+        costs,
+        reductions=reduced_stages(groups, stages),
+        tied=tied_buckets(parameters),
+        zero=gathered_stages(groups, stages, parameters),
+    )
+
+
+def order_of(schedule: Schedule, slices: Sequence[int]) -> Order:
+    """A lowered schedule as it stands in a plan file; `slices` are the token counts."""
+    return Order(
+        name=schedule.name,
+        placement=schedule.placement,
+        microbatches=schedule.microbatches,
+        slices=tuple(slices),
+        lanes=format_lanes(schedule.lanes),
+    )
+
+
+def edge_keys(edges: Sequence[Edge]) -> tuple[tuple[int, int, str], ...]:
+    """The edges as the schedule room names them: (source, target, tensor)."""
+    return tuple((edge.source, edge.target, edge.tensor) for edge in edges)
+
+
+def reduced_stages(groups: Sequence[GroupPlan], stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The stages held by several devices: gradients are summed over replicas, and over shards where whole."""
+    return tuple(index for index, stage in enumerate(stages) if len(groups[stage.group].devices) > 1)
+
+
+def gathered_stages(
+    groups: Sequence[GroupPlan], stages: Sequence[Stage], parameters: Sequence[Parameter]
+) -> tuple[int, ...]:
+    """The stages that use a trained parameter whose optimizer state is split over an axis of more than one position."""
+    found: set[int] = set()
+    for parameter in parameters:
+        if not parameter.trainable:
+            continue
+        axes = groups[stages[parameter.owner].group].axes
+        for axis, form in zip(axes, parameter.state, strict=True):
+            if parse_form(form).dim == FLAT and len(axis.shares) > 1:
+                found.update(parameter.uses)
+    return tuple(sorted(found))
+
+
+def frozen_in(stages: int, edges: Sequence[Edge], parameters: Sequence[Parameter]) -> frozenset[int]:
+    """The stages, of so many, that need no backward: neither they nor any before them hold what is trained."""
+    trained = {use for parameter in parameters if parameter.trainable for use in parameter.uses}
+    return frozen_stages(stages, edge_keys(edges), trained)
+
+
+def tied_buckets(parameters: Sequence[Parameter]) -> dict[str, tuple[int, ...]]:
+    """Bucket name -> stages, for parameters that several stages use. Stages 0 and 3 share the bucket `tied.0.3`."""
+    uses = {parameter.uses for parameter in parameters if len(parameter.uses) > 1 and parameter.trainable}
+    return {"tied." + ".".join(map(str, stages)): stages for stages in sorted(uses)}
+
+
+def order_problems(plan: Plan) -> Iterator[PipefitError]:
+    """Every breach of the lanes: they parse, have each unit of work once, match the edges, and cannot hang."""
+    try:
+        schedule = plan.schedule()
+    except ScheduleError as error:
+        yield error
+        return
+    if not schedule.is_lowered:
+        yield PlanError(
+            "The lanes of a plan are lowered: with transfers, reductions, NORM and STEP.",
+            where="order.lanes",
+            next_step="lower them with pipefit.plan.assemble.order.lower_for",
+        )
+        return
+    yield from _schedule_problems(schedule, plan)
+
+
+def _schedule_problems(schedule: Schedule, plan: Plan) -> Iterator[PipefitError]:
+    from pipefit.schedule.check.deadlock import find_deadlock
+    from pipefit.schedule.check.rules import check
+
+    try:
+        check(schedule, edge_keys(plan.edges), frozen_in(len(plan.stages), plan.edges, plan.parameters))
+    except ScheduleError as error:
+        yield error
+        return
+    deadlock = find_deadlock(schedule)
+    if deadlock is not None:
+        yield deadlock
+        return
+    have = {(action.kind, action.stage, action.what) for _, _, action in schedule}
+    trained = with_backward(schedule)
+    wanted = {("REDUCE", stage, "") for stage in reduced_stages(plan.groups, plan.stages) if stage in trained}
+    wanted |= {("REDUCE", stage, name) for name, stages in tied_buckets(plan.parameters).items() for stage in stages}
+    wanted |= {("GATHER", stage, "") for stage in gathered_stages(plan.groups, plan.stages, plan.parameters)}
+    for kind, stage, what in sorted(wanted - have):
+        yield PlanError(
+            "The lanes lack an action that the plan needs.",
+            where=f"order.lanes[{schedule.placement[stage]}]",
+            seen=f"no {stage}{kind}" + (f":{what}" if what else ""),
+        )

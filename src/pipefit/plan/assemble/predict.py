@@ -1,0 +1,232 @@
+"""What the simulator says of a plan: its timeline, its prediction, and what limits it. The only evaluator there is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import isfinite
+
+from pipefit.cluster.types import Cluster
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.curves import best_costs
+from pipefit.cost.compute.roofline import LayerCosts
+from pipefit.cost.memory.lanes import lane_limits, lane_parts
+from pipefit.cost.memory.step_end import end_bytes
+from pipefit.cost.pipeline.contention import with_contention
+from pipefit.cost.pipeline.table import cost_table
+from pipefit.cost.types import CostTable
+from pipefit.cost.work import BUCKET_BYTES, PipelineWork
+from pipefit.model.analysis.totals import graph_flops
+from pipefit.model.graph import Model
+from pipefit.model.ops.kind import Flops
+from pipefit.plan.assemble.packed_rows import conditions, frozen_layers
+from pipefit.plan.assemble.pipeline_work import parts_of, pipeline_work
+from pipefit.plan.assemble.shard_programs import Programs
+from pipefit.plan.types import KindPrediction, LanePrediction, Plan, Prediction, Space, Stage
+from pipefit.simulate import Timeline, simulate
+from pipefit.simulate.memory import MemoryCurve
+from pipefit.units import format_seconds
+
+APART = "documents: kept apart; attention is costed as if they were joined, which is an upper bound"
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """What the devices of one kind need on one lane: the fullest of them."""
+
+    kind: str
+    "Its name; '' for all devices of the lane, where they hold the same."
+    limit_bytes: float
+    "Of the smallest of these devices."
+    peak_bytes: float
+    "The most of its timeline, or of the end of the iteration."
+    static: Mapping[str, float]
+    "What always stays, by part."
+    curve: MemoryCurve
+
+    @property
+    def static_bytes(self) -> float:
+        return float(sum(self.static.values()))
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A plan's timeline with what it was computed from."""
+
+    timeline: Timeline
+    costs: CostTable
+    work: PipelineWork
+    least_bytes: tuple[float, ...]
+    "Per lane: the memory of its smallest device."
+
+    @cached_property
+    def devices(self) -> tuple[tuple[DevicePeak, ...], ...]:
+        """Per lane: what its devices need, the kind that is fullest for its limit first; one entry where all hold the
+        same."""
+        if not self.costs.kinds:
+            ends = end_bytes(self.work, gloo=self.costs.receives_ahead)
+            all_ = zip(self.least_bytes, lane_parts(self.work), self.timeline.memory, ends, strict=True)
+            return tuple((_device_peak("", *one),) for one in all_)
+        lanes: list[list[DevicePeak]] = [[] for _ in self.least_bytes]
+        for kind in self.costs.kinds:
+            curves = self.timeline.memory_under(kind.table)
+            own = zip(kind.limit_bytes.tolist(), kind.parts, curves, kind.end_bytes.tolist(), strict=True)
+            for lane, one in enumerate(own):
+                if isfinite(one[0]):
+                    lanes[lane].append(_device_peak(kind.name, *one))
+        return tuple(tuple(sorted(lane, key=lambda one: -one.peak_bytes / one.limit_bytes)) for lane in lanes)
+
+    @property
+    def peaks_bytes(self) -> tuple[float, ...]:
+        """Per lane: of the device that is fullest for its limit."""
+        return tuple(lane[0].peak_bytes for lane in self.devices)
+
+    @property
+    def limits_bytes(self) -> tuple[float, ...]:
+        """Per lane: of the device that is fullest for its limit."""
+        return tuple(lane[0].limit_bytes for lane in self.devices)
+
+    @property
+    def fits(self) -> bool:
+        return all(one.peak_bytes <= one.limit_bytes for lane in self.devices for one in lane)
+
+
+def _device_peak(
+    kind: str, limit_bytes: float, static: Mapping[str, float], curve: MemoryCurve, end_bytes: float
+) -> DevicePeak:
+    peak_bytes = max(float(curve.peak_bytes), float(sum(static.values())) + curve.left_bytes + end_bytes)
+    return DevicePeak(kind, limit_bytes, peak_bytes, static, curve)
+
+
+def simulate_plan(
+    plan: Plan,
+    model: Model,
+    cluster: Cluster,
+    *,
+    programs: Programs | None = None,
+    network: Network | None = None,
+    layers: LayerCosts | None = None,
+    bucket_bytes: float = BUCKET_BYTES,
+) -> Simulation:
+    """Run the plan's own lowered lanes through the simulator, with costs for its own stages and links.
+
+    `programs`, `network` and `layers` are made from the model and the cluster where they are not handed in.
+    """
+    network = network or Network(cluster)
+    work = replace(pipeline_work(parts_of(plan), programs or Programs(model, plan.recipes)), bucket_bytes=bucket_bytes)
+    layers = layers or best_costs(cluster, graphs=model.graphs.values())
+    costs = with_contention(cost_table(work, network, layers), work, network, layers)
+    timeline = simulate(plan.schedule(), costs)
+    return Simulation(timeline, costs, work, lane_limits(work, network))
+
+
+def predict(plan: Plan, model: Model, simulation: Simulation, lower_bound_s: float = 0.0) -> Plan:
+    """The plan with its prediction filled in."""
+    timeline = simulation.timeline
+    step_s = timeline.makespan_s
+    lanes = tuple(
+        lane_prediction(plan, simulation, lane, devices[0]) for lane, devices in enumerate(simulation.devices)
+    )
+    prediction = Prediction(
+        step_s=step_s,
+        compute_s=max(float(busy) for busy in timeline.busy_s),
+        tokens_per_s=plan.job.batch * plan.job.sequence / step_s if step_s else 0.0,
+        flops_per_step=step_flops(plan, model),
+        lanes=lanes,
+        lower_bound_s=lower_bound_s,
+        binds=what_binds(timeline, plan.stages),
+        assumptions=(*simulation.costs.notes, *([APART] if plan.job.documents == "apart" else [])),
+    )
+    return replace(plan, prediction=prediction)
+
+
+def lane_prediction(plan: Plan, simulation: Simulation, lane: int, device: DevicePeak) -> LanePrediction:
+    """What is said of a lane: of one of its kinds of devices, the others beside it where they hold other amounts."""
+    members = {one.name: one.devices for one in simulation.costs.kinds}
+    others = [one for one in simulation.devices[lane] if one.kind != device.kind]
+    return LanePrediction(
+        peak_bytes=device.peak_bytes,
+        limit_bytes=device.limit_bytes,
+        static_bytes=device.static_bytes,
+        busy_s=float(simulation.timeline.busy_s[lane]),
+        idle_s=float(simulation.timeline.idle_s[lane]),
+        parts={
+            **{name: float(value) for name, value in device.static.items()},  # an int would reload as another hash
+            "activations": device.peak_bytes - device.static_bytes,
+        },
+        kind=device.kind,
+        others=tuple(
+            KindPrediction(
+                kind=one.kind,
+                devices=tuple(each for each in plan.lane_group(lane).devices if each in members[one.kind]),
+                peak_bytes=one.peak_bytes,
+                limit_bytes=one.limit_bytes,
+            )
+            for one in others
+        ),
+    )
+
+
+def step_flops(plan: Plan, model: Model) -> float:
+    """Model FLOPs of one step over all rows, without recomputation: forward and both gradients; of layers that are not
+    trained no weight gradients, and no gradients at all where none before them is."""
+    spaces = {space.name: space for space in plan.spaces}
+    without, total = frozen_layers(model), 0.0
+    for module in model.modules:
+        space = spaces.get(module.space)
+        if space is None:
+            continue
+        symbols, times = _flop_sizes(space, plan)
+        known: dict[str, Flops] = {}
+        for index, layer in enumerate(module.layers):
+            graph = model.graphs[layer.graph]
+            if layer.graph not in known:
+                known[layer.graph] = graph_flops(graph, symbols)
+            flops = known[layer.graph]
+            back = flops.input_gradient
+            if not graph.parameters or any(one.trainable for one in graph.parameters):
+                back += flops.weight_gradient
+            total += times * (flops.forward + (0 if index < without[module.name] else back))
+    return total
+
+
+def _flop_sizes(space: Space, plan: Plan) -> tuple[Mapping[str, int], int]:
+    """(sizes, how often): one row of the space, or where rows differ all tokens of the step at once."""
+    if space.counts:
+        return {"B": 1, "T": sum(space.counts), "squares": sum(space.squares)}, 1
+    symbols = {"B": 1, "T": space.tokens or plan.job.sequence}
+    return {**symbols, **dict(conditions(plan.spaces, plan.job.batch, 1.0))}, space.rows
+
+
+def what_binds(timeline: Timeline, stages: Sequence[Stage]) -> str:
+    """What the step time hangs on: the largest shares of the simulated critical path, in words. `stages`: the plan's,
+    told with their modules where there are several."""
+    shares = path_shares(timeline, stages)
+    whole = sum(shares.values())
+    if not whole:
+        return ""
+    top = sorted(shares.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {value / whole:.0%} ({format_seconds(value)})" for name, value in top if value > 0)
+
+
+def path_shares(timeline: Timeline, stages: Sequence[Stage] = ()) -> Mapping[str, float]:
+    """Seconds of the critical path by what they are: compute of each stage, transfers, reductions, optimizer."""
+    shares: dict[str, float] = defaultdict(float)
+    several = len({stage.module for stage in stages}) > 1
+    names = [f"stage {index}{f' ({stage.module})' if several else ''}" for index, stage in enumerate(stages)]
+    names = names or [f"stage {index}" for index in range(timeline.graph.schedule.stages)]
+    for span in timeline.critical_path:
+        action = span.action
+        if action.kind in ("F", "I", "W", "B"):
+            name = f"compute of {names[action.stage]}"
+        elif action.kind.startswith("SEND"):
+            ends = (action.stage, action.peer)
+            name = f"link between stages {min(ends)} and {max(ends)}"
+        elif action.kind in ("REDUCE", "GATHER"):
+            name = f"gradient reduction of {names[action.stage]}" if action.kind == "REDUCE" else "parameter gather"
+        else:
+            name = "optimizer step"
+        shares[name] += span.stop_s - span.start_s
+    return shares

@@ -1,0 +1,135 @@
+"""Recipes for the shard programs of a plan whose sharding is searched: one for every distinct layer.
+
+They are searched once for a job, before the rest of the plan: for the shares that are asked for, on the first group of
+devices, for the rows and microbatches that are pinned. Where rows are not known, a microbatch has one, so that no
+program splits rows which a plan may not have. A device is taken to hold its part of the layers and no more; whether
+the plan fits is for the rest of the planning to say, which knows recomputation and split optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.cluster.types import DeviceKind
+from pipefit.cost.comm.lowerings import EVEN, lowerings_over, shard_collective
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import LayerCosts, Place, Roofline
+from pipefit.layout import split
+from pipefit.model.graph import Model, Module
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.types import Job, Precision
+from pipefit.shard.chain import Chains
+from pipefit.shard.pricing import Setting
+from pipefit.shard.synthesize import leanest
+
+COLLECTIVES = EVEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What of a plan its shard programs depend on."""
+
+    shares: tuple[int, ...]
+    devices: tuple[int, ...]
+    "Of one shard group."
+    rows: int
+    "Of a microbatch on that group."
+    microbatches: int
+    lanes: int
+    "At most so many share the layers."
+
+
+def asked_by(decisions: Decisions, batch: int) -> Asked:
+    """What these decisions say: the replica with the fewest rows."""
+    rows = min(stop - start for start, stop in split(batch // decisions.microbatches, decisions.replicas))
+    return Asked(
+        shares=decisions.shards,
+        devices=decisions.lane_devices()[0][: len(decisions.shards)],
+        rows=rows,
+        microbatches=decisions.microbatches,
+        lanes=decisions.lanes,
+    )
+
+
+def asked_in(pins: Mapping[str, Any], job: Job, devices: int) -> Asked:
+    """What the pins say, on a cluster of so many devices. A mapping that the cluster cannot have is left to those who
+    refuse it."""
+    shares = pins["shards"]
+    mapping = pins.get("mapping")
+    first = mapping[: len(shares)] if isinstance(mapping, tuple) else ()
+    if len(first) < len(shares) or not all(0 <= device < devices for device in first):
+        first = tuple(range(len(shares)))
+    known = "microbatches" in pins and "replicas" in pins
+    microbatches = pins.get("microbatches", max(1, job.batch // len(pins.get("replicas", (1,)))))
+    rows = 1
+    if known and job.batch % microbatches == 0:
+        rows = max(1, min(stop - start for start, stop in split(job.batch // microbatches, pins["replicas"])))
+    lanes = devices // (len(shares) * len(pins.get("replicas", (1,))))
+    if "placement" in pins:
+        lanes = max(pins["placement"]) + 1
+    elif "stages" in pins or "cuts" in pins:
+        lanes = min(lanes, pins.get("stages", len(pins.get("cuts", ())) + 1))
+    return Asked(shares=shares, devices=first, rows=rows, microbatches=microbatches, lanes=max(1, lanes))
+
+
+def searched_recipes(
+    model: Model, module: Module, network: Network, layers: LayerCosts, job: Job, asked: Asked
+) -> Mapping[str, str]:
+    """The recipe of every graph of a module, as text. Raises PlanError where there is no program for these shares."""
+    setting = setting_of(
+        model,
+        network,
+        layers,
+        devices=asked.devices,
+        rows=asked.rows,
+        tokens=job.sequence,
+        precision=job.precision,
+        microbatches=asked.microbatches,
+        lanes=asked.lanes,
+    )
+    found = leanest(Chains(model, setting), module.layers, asked.shares)
+    return {layer.graph: link.recipe.text for layer, link in zip(module.layers, found.links, strict=True)}
+
+
+def setting_of(
+    model: Model,
+    network: Network,
+    layers: LayerCosts,
+    *,
+    devices: tuple[int, ...],
+    rows: int,
+    tokens: int,
+    precision: Precision,
+    microbatches: int,
+    lanes: int = 1,
+    beside: Sequence[tuple[int, ...]] = (),
+) -> Setting:
+    """The devices of a shard axis with what their links and their measured layers say; `beside` are other groups that
+    do the same at the same time."""
+    kinds = tuple(network.kinds[device] for device in devices)
+    rings = [devices, *beside]
+
+    place = Place(rows, tokens, 0, tokens)
+
+    def whole_s(source: LayerCosts, kind: DeviceKind) -> float:
+        costs = [source.layer(graph, place, kind, precision, "none") for graph in model.graphs.values()]
+        return sum(cost.forward_s + cost.input_s + cost.weight_s for cost in costs)
+
+    slowness = {
+        kind.name: whole_s(layers, kind) / whole_s(Roofline(), kind)
+        for kind in {kind.name: kind for kind in kinds}.values()
+    }
+    return Setting(
+        kinds=kinds,
+        collective=shard_collective(network, rings, (1,) * len(devices)),
+        lowered=lowerings_over(network, rings).of,
+        reshare_s=lowerings_over(network, rings).reshare_s,
+        rows=rows,
+        tokens=tokens,
+        precision=precision,
+        microbatches=microbatches,
+        slowness=slowness,
+        lanes=lanes,
+    )

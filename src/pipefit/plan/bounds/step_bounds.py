@@ -1,0 +1,154 @@
+"""Closed forms that are true lower bounds of the simulated step: they prune, they never decide.
+
+For a chain of stages where stage j takes f_j forward and b_j backward per microbatch, m microbatches, in any order:
+
+- a lane cannot start before the stages before its first stage have done one forward, has m (f + b) of all its stages
+  to do, and after the last of it, if its last action is a fused backward, the stages before its first stage each
+  still have one backward to do;
+- where every backward is fused, the microbatch whose forward at s comes last cannot be finished before
+  total + (m - 1) f_s, nor all backwards at s before total + (m - 1) b_s, where total is one microbatch's way through
+  all stages and back;
+- a stage's reduction follows its last backward, and the optimizer step follows everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.types import Array, CostTable
+from pipefit.plan.bounds.sliced_bounds import sliced_bound_s
+from pipefit.schedule.actions import Schedule
+
+Ints = NDArray[np.int64]
+
+InFlight = Callable[[int, int, int, int], int]
+"""(lane, lanes, stages per lane, microbatches) -> least number of stage-microbatches that the lane holds at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is certain of a schedule family on its own placement."""
+
+    in_flight: InFlight
+    fused: bool = False
+    "Whether every backward is a B, so that a lane's last action is one."
+
+
+FACTS: Mapping[str, Facts] = {
+    "gpipe": Facts(lambda lane, lanes, turns, m: m * turns, fused=True),
+    "1f1b": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane), fused=True),
+    "eager-1f1b": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - 1 - lane) + 1), fused=True),
+    "interleaved-1f1b": Facts(
+        lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + 2 * (lanes - 1 - lane) + 1),
+        fused=True,
+    ),
+    "svpp": Facts(
+        lambda lane, lanes, turns, m: min(m * turns, (turns - 1) * min(m, lanes) + (lanes - 1 - lane) + 1), fused=True
+    ),
+    "1f1b-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 4 * lanes // 3), fused=True),
+    "zb-h1": Facts(lambda lane, lanes, turns, m: min(m, lanes - lane)),
+    "zb-h2": Facts(lambda lane, lanes, turns, m: min(m, 2 * (lanes - lane) - 1)),
+    "zb-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "v-zb": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+    "v-half": Facts(lambda lane, lanes, turns, m: min(m + 1, lanes)),
+    "v-min": Facts(lambda lane, lanes, turns, m: min(m + 1, -(-2 * lanes // 3) + 1)),
+    "dualpipe-v": Facts(lambda lane, lanes, turns, m: min(m + 1, 2 * lanes)),
+}
+"""Sources: Narayanan et al. 2021, arXiv 2104.04473; Zhuang et al. 2022, arXiv 2211.05322; Qi et al. 2023 and 2024,
+arXiv 2401.10241 and 2405.15362. A test compares each with what the family's own orders hold. Families that are not
+listed are bounded by what holds for any order."""
+
+_ANY = Facts(lambda lane, lanes, turns, m: 1)
+
+
+def facts_of(schedule: str) -> Facts:
+    """What is certain of a family; of one that is not listed, what holds for any order."""
+    return FACTS.get(schedule, _ANY)
+
+
+def flights(schedule: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
+    """The least number of stage-microbatches whose activations each lane holds at once."""
+    lanes = max(placement) + 1
+    rule = facts_of(schedule).in_flight
+    return tuple(rule(lane, lanes, placement.count(lane), microbatches) for lane in range(lanes))
+
+
+def chain_bound_s(
+    forward_s: Sequence[float], backward_s: Sequence[float], placement: Sequence[int], microbatches: int, fused: bool
+) -> float:
+    """The least time of a chain's compute, whatever the order. One entry a stage; `placement` gives its lane."""
+    loads = [0.0] * (max(placement) + 1)
+    first = [len(placement)] * len(loads)
+    for stage, lane in enumerate(placement):
+        loads[lane] += forward_s[stage] + backward_s[stage]
+        first[lane] = min(first[lane], stage)
+    heads = [0.0, *accumulate(forward_s)]
+    tails = [0.0, *accumulate(backward_s)] if fused else [0.0] * len(heads)
+    loaded = max(heads[s] + microbatches * load + tails[s] for s, load in zip(first, loads, strict=True))
+    if not fused:
+        return loaded
+    total, more = heads[-1] + tails[-1], microbatches - 1
+    return max(loaded, total + more * max(forward_s), total + more * max(backward_s))
+
+
+def table_bound_s(costs: CostTable, placement: Sequence[int], microbatches: int, schedule: str) -> float:
+    """The least simulated time of a lowered schedule of that family under this table, for a chain of stages."""
+    stages = len(placement)
+    slices = max(table.time_s.shape[2] for table in costs.actions.values())
+    fused = _per_slice(costs, "B", stages, slices)
+    parted = _per_slice(costs, "I", stages, slices) + _per_slice(costs, "W", stages, slices)
+    facts, hidden = facts_of(schedule), costs.reduce_hidden_s
+    left = costs.reduce_s
+    if hidden:
+        left = left - (hidden["B"] if facts.fused else np.maximum(hidden["B"], hidden["W"]))
+    ahead, back = _transfers(costs, placement, slices)
+    bound = sliced_bound_s(
+        _per_slice(costs, "F", stages, slices),
+        fused if facts.fused else np.minimum(fused, parted),
+        placement,
+        microbatches,
+        facts.fused,
+        ahead_s=ahead,
+        back_s=back,
+        left_s=np.asarray(left),
+    )
+    return bound + float(np.max(costs.step_s + np.bincount(np.asarray(placement), weights=costs.gather_s)))
+
+
+def order_floor_bytes(schedule: Schedule, costs: CostTable) -> list[float]:
+    """The least memory of every lane under this very order of its actions: what it holds, without buffers and what
+    passes. Needs no times."""
+    shape = (schedule.stages, schedule.microbatches, schedule.slices)
+    change = {kind: np.broadcast_to(table.held_bytes, shape).tolist() for kind, table in costs.actions.items()}
+    floors = []
+    for lane, actions in enumerate(schedule.lanes):
+        held = peak = 0.0
+        for kind, stage, microbatch, slice_, _, _ in actions:
+            held += change[kind][stage][microbatch][slice_]
+            peak = max(peak, held)
+        floors.append(float(costs.static_bytes[lane]) + peak)
+    return floors
+
+
+def _per_slice(costs: CostTable, kind: str, stages: int, slices: int) -> Array:
+    """[slice, stage]: seconds in the microbatch where that is least, the overhead of an action included."""
+    table = costs.actions[kind].time_s
+    spread = np.broadcast_to(table, (stages, table.shape[1], slices)).min(axis=1)
+    per_slice: Array = (spread + costs.overhead_s).T
+    return per_slice
+
+
+def _transfers(costs: CostTable, placement: Sequence[int], slices: int) -> tuple[Array, Array]:
+    """[slice, edge]: least seconds from each stage to the next, and back; nothing where both are on one lane."""
+    edges = len(placement) - 1
+    ahead, back = np.zeros((slices, edges)), np.zeros((slices, edges))
+    for edge in costs.edges:
+        if edge.target == edge.source + 1 and not edge.tensor and placement[edge.source] != placement[edge.target]:
+            ahead[:, edge.source] = edge.forward_s.min(axis=0)
+            back[:, edge.source] = edge.backward_s.min(axis=0)
+    return ahead, back

@@ -1,0 +1,151 @@
+"""A panel: the candidates on one grid of devices with one placement of stages, as arrays.
+
+They differ in microbatches (and with them the shares of unlike replicas), recomputation, ZeRO-1, who lies next to each
+other, and the schedule. A large cluster has thousands of panels of a hundred candidates; the bounds and guesses of a
+panel are worked out at once, and a candidate is made only when it is its turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.work import Recompute
+from pipefit.plan.devices.device_kinds import Pattern, laid_out
+from pipefit.plan.devices.fleet import Fleet, Runs
+from pipefit.plan.request.decisions import Decisions, Inner, Sharding
+
+Count = tuple[int, tuple[int, ...]]
+"""(microbatches, shares of the replicas)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Candidates, in a fixed order: by microbatches and slices, recomputation, ZeRO-1, `inner`."""
+
+    lanes: int
+    counts: tuple[Count, ...]
+    pattern: Pattern | None
+    "Kinds of devices in the grid; None: the devices in their own order."
+    placement: tuple[int, ...]
+    names: tuple[str, ...]
+    "Schedules, with bounds of one kind."
+    least: tuple[int, ...]
+    "The fewest microbatches of every schedule."
+    recompute: tuple[tuple[Recompute, ...], ...]
+    zero1: tuple[bool, ...]
+    inner: tuple[Inner, ...]
+    shards: tuple[int, ...] = (1,)
+    sharding: Sharding = "none"
+    cuts: tuple[int, ...] = ()
+    slices: tuple[tuple[int, ...], ...] = ()
+    "Tokens of each slice, for each of the counts; empty: sequences are not cut."
+    fleet: Fleet | None = None
+    runs: tuple[Runs, ...] = ()
+    "The kinds of every lane's replicas in the pattern."
+    _devices: dict[str, Decisions] = field(default_factory=dict, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Candidates along every dimension, schedules apart."""
+        return len(self.counts), len(self.recompute), len(self.zero1), len(self.inner)
+
+    @property
+    def replicas(self) -> int:
+        return len(self.counts[0][1])
+
+    @property
+    def turns(self) -> int:
+        """Stages of a lane, at most."""
+        return _turns(self.placement)
+
+    @property
+    def candidates(self) -> int:
+        """How many there are, schedules told apart."""
+        able = sum(units >= least for units in self.units for least in self.least)
+        return able * len(self.recompute) * len(self.zero1) * len(self.inner)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Microbatches times slices, for each of the counts."""
+        if not self.slices:
+            return tuple(count for count, _ in self.counts)
+        return tuple(count * len(slices) for (count, _), slices in zip(self.counts, self.slices, strict=True))
+
+    def able(self, units: int) -> tuple[str, ...]:
+        """The schedules that so few microbatches, or slices of them, are enough for."""
+        return tuple(name for name, least in zip(self.names, self.least, strict=True) if units >= least)
+
+    def decisions(self, index: int) -> Decisions:
+        """The candidate with this number, with the first of its schedules."""
+        which, way, zero1, inner = (int(place) for place in np.unravel_index(index, self.shape))
+        microbatches, shares = self.counts[which]
+        chosen = Decisions(
+            stages=len(self.placement),
+            cuts=self.cuts,
+            placement=() if self.placement == tuple(range(self.lanes)) else self.placement,
+            replicas=shares,
+            shards=self.shards,
+            sharding=self.sharding,
+            microbatches=microbatches,
+            schedule=self.able(microbatches * (len(self.slices[which]) if self.slices else 1))[0],
+            slices=self.slices[which] if self.slices else (),
+            recompute=self.recompute[way],
+            zero1=self.zero1[zero1],
+            inner=self.inner[inner],
+        )
+        if self.pattern is None:
+            return chosen
+        if chosen.inner not in self._devices:
+            self._devices[chosen.inner] = chosen.on(self._laid_out(chosen.inner), chosen.inner)
+        known = self._devices[chosen.inner]
+        return replace(chosen, devices=known.devices, inner=known.inner)
+
+    def first_of(self, which: int) -> int:
+        """The number of the first candidate with one of the counts."""
+        return int(np.ravel_multi_index((which, 0, 0, 0), self.shape))
+
+    def _laid_out(self, inner: Inner) -> tuple[int, ...]:
+        """The device of every place."""
+        assert self.fleet is not None and self.pattern is not None, "a pattern is one of a fleet's kinds"
+        return laid_out(self.pattern, inner, self.fleet.devices, len(self.shards))
+
+    def lane_runs(self) -> Sequence[Runs]:
+        """The kinds of every lane's replicas. Of devices in their own order a panel has one `inner`."""
+        assert self.fleet is not None
+        if self.pattern is None:
+            if not self.fleet.mixed:
+                return [((self.fleet.names[0], self.replicas),)] * self.lanes
+            return self.fleet.lane_runs((), self.inner[0], self.lanes, self.replicas)
+        return self.runs
+
+    def all(self) -> Iterator[Decisions]:
+        """Every candidate, schedules told apart."""
+        return itertools.chain.from_iterable(map(self.told_apart, range(int(np.prod(self.shape)))))
+
+    def told_apart(self, index: int) -> Iterator[Decisions]:
+        """The candidates with this number, one for each schedule."""
+        decisions = self.decisions(index)
+        return (replace(decisions, schedule=name) for name in self.able(decisions.units))
+
+
+@lru_cache(maxsize=4096)
+def _turns(placement: tuple[int, ...]) -> int:
+    return max(map(placement.count, {*placement}))
+
+
+Cells = NDArray[np.float64]
+"""A figure of every candidate of a panel: [microbatches, recomputation, ZeRO-1, inner], or what broadcasts to it."""
+
+
+def spread(figure: Any, panel: Panel) -> Cells:
+    """One flat array over the candidates of a panel, from one that has fewer dimensions at the end."""
+    array = np.asarray(figure, dtype=np.float64)
+    padded = array.reshape(array.shape + (1,) * (4 - array.ndim))
+    return np.broadcast_to(padded, panel.shape).ravel()

@@ -1,0 +1,264 @@
+"""Bounds and guesses for all candidates of a panel at once, before any cut.
+
+A cut gives every layer to a lane. Whatever it is, the busiest lane's time T is at least sum_s u_s t_s(l) over all
+layers l and any weights u of the lanes that add up to one, hence at least sum_l min_s u_s t_s(l) (the dual of the
+linear program that lets layers be divided). With u in proportion to the lanes' speeds this is the time of an even
+cut, for lanes of one kind and for lanes of several.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.cost.work import Recompute, StageWork
+from pipefit.plan.bounds.estimates import OVER, WEIGHT_SHARE, idle_s, most_held
+from pipefit.plan.bounds.sliced_bounds import first_share_bound_s
+from pipefit.plan.candidates.grid import Panel
+from pipefit.plan.candidates.grid_figures import Floor, PanelFloor, Stack, filled, stacked
+from pipefit.plan.candidates.slicings import Slicer
+from pipefit.plan.cutting.cutter import Cutter
+from pipefit.plan.cutting.rows import LayerRow
+from pipefit.plan.devices.fleet import Pair, Runs, pairs_of
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.types import Job
+
+Class = tuple[LayerRow, ...]
+"""What the stages of a lane cost: lanes of one class are alike."""
+
+
+class Floors:
+    """The floors of the panels of one search."""
+
+    def __init__(self, cutter: Cutter, job: Job, slicer: Slicer | None = None) -> None:
+        self.cutter = cutter
+        self.job = job
+        self.slicer = slicer or Slicer(cutter, job, {})
+        self._known: dict[tuple[tuple[int, ...], ...], Floor] = {}
+        self._stacks: dict[object, Stack] = {}
+        self._statics: dict[float, float] = {}
+        self._counted: dict[object, tuple[Panel, Mapping[Runs, int]]] = {}
+        "How many lanes have which kinds of replicas, with a panel that keeps the key its own."
+        self._counts: dict[int, tuple[Panel, object]] = {}
+        "By the identity of a panel's counts: what tells them apart."
+        self._flights: dict[object, Array] = {}
+        self._near: dict[tuple[frozenset[Pair], Recompute], LayerRow] = {}
+        self._sliced: dict[tuple[int, int, tuple[int, ...]], tuple[StageWork, LayerRow]] = {}
+        "With the stage, which it keeps alive."
+        self._shares: dict[int, float] = {}
+        "Of sliced rows, the least part that a first slice takes."
+
+    def panel(self, panel: Panel) -> PanelFloor:
+        """The floor of all its candidates."""
+        stack, lanes = self._stack(panel)
+        return self._together([panel], stack, [lanes])
+
+    def batches(self, space: Sequence[Panel]) -> Iterator[tuple[list[int], PanelFloor]]:
+        """(places in `space`, floor) of panels that differ in nothing but their lanes."""
+        each = [self._stack(panel) for panel in space]
+        alike: dict[object, list[int]] = {}
+        for place, (panel, (stack, _)) in enumerate(zip(space, each, strict=True)):
+            key = (id(stack), panel.names, panel.zero1, panel.slices, panel.shards, panel.sharding)
+            alike.setdefault(key, []).append(place)
+        for places in alike.values():
+            lanes = [each[place][1] for place in places]
+            yield places, self._together([space[place] for place in places], each[places[0]][0], lanes)
+
+    def _together(self, panels: Sequence[Panel], stack: Stack, lanes: Sequence[Array]) -> PanelFloor:
+        """Of panels with one stack; `lanes` of each."""
+        panel, each = panels[0], np.array(lanes)
+        whole, forward, backward = stack.even[:, None] / np.einsum("kcmr,pc->kpmr", stack.rates, each)
+        static = [
+            [[self._static(max(shares) / sum(shares) if zero1 else 1.0, panel) for zero1 in panel.zero1]]
+            for _, shares in panel.counts
+        ]
+        return PanelFloor(
+            panels=tuple(panels),
+            stack=stack,
+            lane_s=whole,
+            lane_forward_s=forward,
+            lane_backward_s=backward,
+            static_bytes=np.array(static),
+            lanes=each,
+            turns=np.array([one.turns for one in panels], dtype=float)[:, None, None],
+            count=np.array([count for count, _ in panel.counts], dtype=float)[:, None],
+            slices=np.array([len(cut) for cut in panel.slices] or [1] * len(panel.counts), dtype=float)[:, None],
+        )
+
+    def _stack(self, panel: Panel) -> tuple[Stack, Array]:
+        """The stack of a panel, and how many lanes it has of every class."""
+        if len(panel.shards) > 1 or any(len(way) > 1 for way in panel.recompute):
+            floors, lanes = self._told(panel)
+            return stacked(floors), lanes
+        counted = self._lanes_by_runs(panel)
+        key = (panel.recompute, tuple(counted), self._counts_key(panel), panel.slices)
+        if key not in self._stacks:
+            each = [self.cutter.rows_of(self.job, count, shares) for count, shares in panel.counts]
+            even = all(max(shares) == 1 for _, shares in panel.counts)
+            floors = [
+                [
+                    self._floor([(self._row(runs, rows, way[0], even, cut),) for runs in counted])
+                    for way in panel.recompute
+                ]
+                for rows, cut in zip(each, panel.slices or [()] * len(each), strict=True)
+            ]
+            self._stacks[key] = stacked(floors)
+        return self._stacks[key], np.array([*counted.values()], dtype=float)
+
+    def _lanes_by_runs(self, panel: Panel) -> Mapping[Runs, int]:
+        """How many lanes have these kinds of replicas."""
+        key: object = id(panel.runs) if panel.pattern is not None else (panel.lanes, panel.replicas, panel.inner[0])
+        if key not in self._counted:
+            self._counted[key] = panel, Counter(panel.lane_runs())
+        return self._counted[key][1]
+
+    def _counts_key(self, panel: Panel) -> object:
+        """Equal for equal counts; cheaper to compare than shares of a thousand replicas."""
+        if id(panel.counts) not in self._counts:
+            even = all(max(shares) == 1 for _, shares in panel.counts)
+            key = (panel.replicas, tuple(count for count, _ in panel.counts)) if even else panel.counts
+            self._counts[id(panel.counts)] = panel, key
+        return self._counts[id(panel.counts)][1]
+
+    def _row(
+        self, runs: Runs, rows: tuple[int, ...], recompute: Recompute, even: bool, slices: tuple[int, ...] = ()
+    ) -> LayerRow:
+        pairs = pairs_of(runs, rows)
+        if slices:
+            stage = self.slicer.stage(pairs, recompute)
+            return self._cut(self.cutter.row(self.job, pairs, recompute, 1.0), stage, slices)
+        if even:
+            return self.cutter.row(self.job, pairs, recompute, 1.0)
+        key = (pairs, recompute)
+        if key not in self._near:
+            self._near[key] = self.cutter.near(self.job, *key)
+        return self._near[key]
+
+    def _cut(self, row: LayerRow, stage: StageWork, slices: tuple[int, ...]) -> LayerRow:
+        """The row with the times of all slices of its layers; `stage` is what it is the row of."""
+        key = (id(row), id(stage), slices)
+        if key not in self._sliced:
+            found = self.slicer.rows.row(stage, slices, self.job.precision)
+            times = {"forward_s": found.forward_s.sum(axis=0), "backward_s": found.backward_s.sum(axis=0)}
+            self._sliced[key] = (stage, replace(row, **times))
+            self._shares[id(self._sliced[key][1])] = found.first_share
+        return self._sliced[key][1]
+
+    def bound_s(self, floor: PanelFloor) -> Array:
+        """A lower bound of every candidate's step, whatever its cut: [panel, microbatches, recomputation].
+
+        With fused backwards the slowest stage has at least its equal part of the forwards, and of the backwards. With
+        one stage a lane as well, all lanes alike and W being the sum, the largest of prefix + m w over the stages is
+        least where all are equal, which gives T = W / (1 - (1 - 1/m)^lanes).
+        """
+        stack, count, depth = floor.stack, floor.count, floor.depth
+        least: Array = count * np.maximum(floor.lane_s, stack.largest_s)
+        if not floor.fused:
+            return least
+        total, single = stack.forward_s + stack.backward_s, floor.turns == 1
+        if floor.panels[0].slices:
+            if floor.alike and single.any():
+                shared_s = first_share_bound_s(total, stack.first_share, count, depth)
+                least = np.where(single, np.maximum(least, shared_s), least)
+            return least
+        way = total + (count - 1) * np.maximum(floor.lane_forward_s, floor.lane_backward_s) / floor.turns
+        least = np.maximum(least, way)
+        if floor.alike and single.any():
+            least = np.where(single, np.maximum(least, total / (1 - (1 - 1 / count) ** depth)), least)
+        return least
+
+    def fills(self, panel: Panel) -> Array:
+        """What all layers need as a part of the memory of all lanes, were it shared evenly and every lane as full as
+        the fullest: [schedule, microbatches, recomputation, ZeRO-1]."""
+        floor = self.panel(panel)
+        whole: Array = self._filling(floor)[0] / float(floor.memory_bytes[0])
+        return whole
+
+    def guesses_s(self, floor: PanelFloor) -> Array:
+        """What steps likely take (`plan/bounds/estimates.py`): [panel, schedule, microbatches, recomputation,
+        ZeRO-1]."""
+        parts = floor.turns * floor.slices
+        w = np.minimum(WEIGHT_SHARE * floor.lane_backward_s, floor.lane_forward_s) / parts
+        f, i = floor.lane_forward_s / parts, floor.lane_backward_s / parts - w
+        held = self._held(floor)
+        idle = [idle_s(name, floor.depth, held[:, which], f, i, w) for which, name in enumerate(floor.panels[0].names)]
+        filled_s, lack = filled(floor, self._filling(floor))
+        guess: Array = (floor.count[:, :, None] * filled_s + np.stack(idle, axis=1)[..., None]) * (1 + OVER * lack)
+        return guess
+
+    def _filling(self, floor: PanelFloor) -> Array:
+        """What all layers need, every lane as full as the fullest: [panel, schedule, microbatches, recomputation,
+        ZeRO-1]."""
+        kept = self._held(floor) * (floor.stack.saved_bytes / (floor.turns * floor.slices))[:, None]
+        whole: Array = floor.static_bytes + kept[..., None]
+        return whole
+
+    def _held(self, floor: PanelFloor) -> Array:
+        """[panel, schedule, microbatches, 1]: stage-microbatches on the fullest lane, or slices of them."""
+        return np.stack([self._flights_of(panel) for panel in floor.panels])
+
+    def _flights_of(self, panel: Panel) -> Array:
+        key = (panel.names, panel.placement, panel.units)
+        if key not in self._flights:
+            held = [[most_held(name, panel.placement, each) for each in panel.units] for name in panel.names]
+            self._flights[key] = np.array(held, dtype=float)[:, :, None]
+        return self._flights[key]
+
+    def _told(self, panel: Panel) -> tuple[list[list[Floor]], Array]:
+        """Where stages differ in more than kinds: from the rows of every stage. Lanes are of one class if they are
+        alike in all of the panel's candidates."""
+        ways = [
+            [
+                self._lanes(panel.decisions(int(np.ravel_multi_index((which, way, 0, 0), panel.shape))))
+                for way in range(len(panel.recompute))
+            ]
+            for which in range(len(panel.counts))
+        ]
+        members: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for lane in range(len(ways[0][0])):
+            alike = tuple(tuple(map(id, each[lane])) for line in ways for each in line)
+            members.setdefault(alike, []).append(lane)
+        floors = [[self._floor([each[same[0]] for same in members.values()]) for each in line] for line in ways]
+        return floors, np.array([len(same) for same in members.values()], dtype=float)
+
+    def _lanes(self, decisions: Decisions) -> list[Class]:
+        """Of every lane of a candidate, what its stages cost, each row once."""
+        held: dict[int, dict[int, LayerRow]] = {}
+        rows = self.cutter.rows(self.job, decisions)
+        if decisions.slices:
+            stages = self.slicer.stages_of(decisions)
+            rows = [self._cut(row, stage, decisions.slices) for row, stage in zip(rows, stages, strict=True)]
+        for row, lane in zip(rows, decisions.lane_of_stage, strict=True):
+            held.setdefault(lane, {})[id(row)] = row
+        return [tuple(held[lane][key] for key in sorted(held[lane])) for lane in sorted(held)]
+
+    def _floor(self, classes: Sequence[Class]) -> Floor:
+        key = tuple(tuple(map(id, one)) for one in classes)
+        if key not in self._known:
+            forward = np.stack([np.minimum.reduce([row.forward_s for row in one]) for one in classes])
+            backward = np.stack([np.minimum.reduce([row.backward_s for row in one]) for one in classes])
+            each = np.stack([forward + backward, forward, backward])
+            whole = each.sum(axis=2)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                parts = np.nan_to_num(each / whole[:, :, None])
+                rates = 1.0 / whole
+            self._known[key] = Floor(
+                forward_s=float(forward.min(axis=0).sum()),
+                backward_s=float(backward.min(axis=0).sum()),
+                largest_s=float(each[0].min(axis=0).max()),
+                even=parts.min(axis=1).sum(axis=1),
+                rates=rates,
+                saved_bytes=min(float(row.saved_bytes.sum()) for one in classes for row in one),
+                limit_bytes=np.array([min(row.limit_bytes for row in one) for one in classes]),
+                first_share=min(self._shares.get(id(row), 1.0) for one in classes for row in one),
+            )
+        return self._known[key]
+
+    def _static(self, share: float, panel: Panel) -> float:
+        if share not in self._statics:
+            self._statics[share] = self.cutter.static_bytes(self.job, share, panel.sharding, panel.shards)
+        return self._statics[share]

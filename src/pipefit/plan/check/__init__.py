@@ -1,0 +1,1 @@
+"""The rules that a valid plan obeys. `check_plan` raises the first breach."""

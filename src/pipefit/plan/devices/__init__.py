@@ -1,0 +1,1 @@
+"""The devices of a cluster by kind, and which kinds stand where in a grid."""

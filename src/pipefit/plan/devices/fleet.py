@@ -1,0 +1,113 @@
+"""The devices of a cluster by kind: what a choice of devices means for the costs of a lane, and how kinds compare.
+
+The devices of a lane work in step, so all that its costs depend on is the set of (kind, rows of a microbatch) that
+occur among its devices; shard groups apart, whose links count too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.cost.comm.network import Network
+from pipefit.layout import Axis, Group
+from pipefit.plan.devices.device_kinds import Pattern
+from pipefit.plan.request.decisions import Decisions
+
+Pair = tuple[str, int]
+"""(name of a device kind, rows of a microbatch on such a device)."""
+
+Runs = tuple[tuple[str, int], ...]
+"""The kinds of the replicas of a lane, in order, equal neighbours together: (kind, how many)."""
+
+
+class Fleet:
+    """The devices of a cluster by kind. Kinds are in the order in which the hosts name them."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        names = [kind.name for kind in network.kinds]
+        self.names: tuple[str, ...] = tuple(dict.fromkeys(names))
+        index = {name: place for place, name in enumerate(self.names)}
+        self.kind: NDArray[np.int64] = np.array([index[name] for name in names], dtype=np.int64)
+        "[device]: which of the kinds."
+        self.devices: tuple[tuple[int, ...], ...] = tuple(
+            tuple(np.flatnonzero(self.kind == place).tolist()) for place in range(len(self.names))
+        )
+        "[kind]: its devices."
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there is more than one kind."""
+        return len(self.names) > 1
+
+    def sample(self, pairs: frozenset[Pair]) -> tuple[Group, tuple[int, ...]]:
+        """A group with one device for every pair, one replica each, and their rows."""
+        ordered = sorted(pairs)
+        devices = tuple(self.devices[self.names.index(name)][0] for name, _ in ordered)
+        group = Group(axes=(Axis(name="replica", shares=(1,) * len(ordered)),), devices=devices)
+        return group, tuple(rows for _, rows in ordered)
+
+    def lane_pairs(self, decisions: Decisions, rows: tuple[int, ...]) -> Sequence[frozenset[Pair]]:
+        """Of every lane the pairs of kinds and rows; `rows` of every replica. Without a shard axis."""
+        if not self.mixed:
+            return [frozenset((self.names[0], count) for count in {*rows})] * decisions.lanes
+        return self._pairs(decisions.devices, decisions.inner, decisions.lanes, rows)
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - a fleet lives as long as its search
+    def _pairs(
+        self, devices: tuple[int, ...], inner: str, lanes: int, rows: tuple[int, ...]
+    ) -> tuple[frozenset[Pair], ...]:
+        every = self.lane_runs(devices, inner, lanes, len(rows))
+        known = {runs: pairs_of(runs, rows) for runs in {*every}}
+        return tuple(known[runs] for runs in every)
+
+    def pattern(self, decisions: Decisions) -> Pattern:
+        """The kinds of a candidate's devices; of a shard group the first one's."""
+        devices = np.array(decisions.lane_devices())[:, :: len(decisions.shards)]
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        lines = (tuple(line) for line in self.kind[devices].tolist())
+        return tuple(known.setdefault(line, line) for line in lines)
+
+    def lane_runs(self, devices: tuple[int, ...], inner: str, lanes: int, replicas: int) -> list[Runs]:
+        """The kinds of every lane's replicas, as `Decisions.lane_devices` lays the devices out; one shard each."""
+        count = lanes * replicas
+        if devices:
+            kinds = self.kind[list(devices)].reshape(lanes, replicas)
+        elif inner == "replica":
+            kinds = self.kind[:count].reshape(lanes, replicas)
+        else:
+            kinds = self.kind[:count].reshape(replicas, lanes).T
+        known: dict[bytes, Runs] = {}
+        found = []
+        for row in np.ascontiguousarray(kinds):
+            key = row.tobytes()
+            if key not in known:
+                known[key] = self._runs(row)
+            found.append(known[key])
+        return found
+
+    def runs_of(self, pattern: Pattern) -> list[Runs]:
+        """The kinds of every lane's replicas in a pattern."""
+        lines = {id(line): line for line in pattern}
+        known = {key: self._runs(np.array(line)) for key, line in lines.items()}
+        return [known[id(line)] for line in pattern]
+
+    def _runs(self, kinds: NDArray[np.int64]) -> Runs:
+        edges = np.flatnonzero(np.diff(kinds)) + 1
+        starts = [0, *edges.tolist()]
+        stops = [*edges.tolist(), len(kinds)]
+        return tuple((self.names[kinds[start]], stop - start) for start, stop in zip(starts, stops, strict=True))
+
+
+def pairs_of(runs: Runs, rows: tuple[int, ...]) -> frozenset[Pair]:
+    """The pairs of a lane whose replicas are of these kinds and have these rows."""
+    found: set[Pair] = set()
+    start = 0
+    for name, count in runs:
+        found |= {(name, each) for each in {*rows[start : start + count]}}
+        start += count
+    return frozenset(found)

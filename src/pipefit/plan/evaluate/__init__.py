@@ -1,0 +1,1 @@
+"""One candidate, assembled, costed and simulated: the planner context and its outcome."""

@@ -1,0 +1,93 @@
+"""Why a plan cuts its sequences into slices or does not, for its notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipefit.plan.evaluate.outcome import Evaluated, Found
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.request.constraints import describe
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.sliceable import obstacles
+from pipefit.plan.types import Job
+from pipefit.units import format_bytes, format_seconds
+
+BEGIN = "slices: "
+"""How the note begins, by which the headlines of a plan find it."""
+
+SHOWN = 8
+"""Slices whose tokens are told one by one."""
+
+
+def slice_note(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> str:
+    """The chosen slicing and what it gains against the best plan without slices of the same search; or the best sliced
+    plan and why it lost; or why none was tried. `found` fits something."""
+    best = found.fitting[0]
+    if best.decisions.slices:
+        return BEGIN + _chosen(best, _first(found, sliced=False), pins)
+    return BEGIN + "not used: " + _not_used(bench, job, pins, found)
+
+
+def tokens(slices: tuple[int, ...]) -> str:
+    """`1024, 768, 256`, or of many the first and the last: `512, 504, ..., 320`."""
+    if len(slices) <= SHOWN:
+        return ", ".join(map(str, slices))
+    return f"{slices[0]}, {slices[1]}, ..., {slices[-1]}"
+
+
+def _chosen(best: Evaluated, whole: Evaluated | None, pins: Mapping[str, Any]) -> str:
+    slices = best.decisions.slices
+    words = f"{len(slices)} of every sequence, of {tokens(slices)} tokens"
+    if pins.get("slices") is not None:
+        return f"{words}, as fixed"
+    if whole is None:
+        return f"{words}; no plan without slices was found to fit"
+    return (
+        f"{words}; {1 - best.step_s / whole.step_s:.1%} less than the best plan without slices, "
+        f"{format_seconds(whole.step_s)} ({describe(whole.decisions)})"
+    )
+
+
+def _not_used(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> str:
+    if pins.get("slices") == 1:
+        return "fixed so"
+    obstacle = next(obstacles(bench.model), None)
+    if obstacle is not None:
+        return f"the model cannot be cut: {obstacle.what} ({obstacle.seen})"
+    best, sliced = found.fitting[0], _first(found, sliced=True)
+    if sliced is not None:
+        return _lost(sliced, best)
+    unfit = [one for one in found.misfits if one.decisions.slices and one.bound_s < best.step_s]
+    if unfit:
+        lacks = unfit[0].peak_bytes - unfit[0].limit_bytes
+        return f"{_slices(unfit[0].decisions)} could be faster and lack {format_bytes(lacks)} on lane {unfit[0].lane}"
+    if best.decisions.lanes == 1:
+        return "a pipeline of one lane has nothing to fill"
+    return (
+        f"with {_microbatches(best)} on {best.decisions.lanes} lanes, sequences of {job.sequence} tokens and what "
+        "every slice costs anew, no plan with slices promised to be faster"
+    )
+
+
+def _lost(sliced: Evaluated, best: Evaluated) -> str:
+    """What of the best sliced plan is longer: the work of its busiest lane, or the rest."""
+    slower = sliced.step_s / best.step_s - 1
+    mine, theirs = (float(one.simulation.timeline.busy_s.max()) for one in (sliced, best))
+    words = f"the best plan found with them, {_slices(sliced.decisions)}, takes {slower:.1%} longer"
+    if mine - theirs > (sliced.step_s - best.step_s) / 2:
+        return f"{words}: slices cost its busiest lane {format_seconds(mine - theirs)} of work more"
+    return f"{words}: {_microbatches(best)} fill{'s' * (best.decisions.microbatches == 1)} the pipeline well enough"
+
+
+def _microbatches(one: Evaluated) -> str:
+    count = one.decisions.microbatches
+    return f"{count} microbatch{'es' * (count > 1)}"
+
+
+def _slices(decisions: Decisions) -> str:
+    return f"{len(decisions.slices)} slices of {tokens(decisions.slices)} tokens in {describe(decisions)}"
+
+
+def _first(found: Found, sliced: bool) -> Evaluated | None:
+    return next((one for one in found.fitting if bool(one.decisions.slices) == sliced), None)

@@ -1,0 +1,1 @@
+"""The passes of the planner, one file each, in the order of `plan/make.py`."""

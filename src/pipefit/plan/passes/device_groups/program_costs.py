@@ -1,0 +1,145 @@
+"""What the groups of a cluster would run, and what that costs: searched once for groups that are alike.
+
+Two groups are alike if their kinds of devices, what their links make of collectives, and what they are asked for are
+the same. A search is for all distinct layers of the model, one recipe each, so a stage of any of them costs the sum of
+what its layers do (equal layers are searched once, and counted as often as they occur). Memory is looked at where what
+programs cost without it still promises something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from pipefit.cost.comm.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from pipefit.errors import PlanError
+from pipefit.layout import IDENTITY, Form, gathered
+from pipefit.plan.assemble.shard_recipes import setting_of
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.passes.device_groups.layouts import FEW, Devices
+from pipefit.plan.types import Job
+from pipefit.shard.chain import Chains
+from pipefit.shard.segments import segmented
+from pipefit.shard.synthesize import Synthesized, cheapest, leanest
+
+STREAMS: tuple[Form, ...] = (IDENTITY, gathered(0), gathered(1), gathered(2))
+"""Forms in which a group can hold the hidden state: whole, by rows, by tokens, by features; the last one, which heads
+mostly rule out, on few devices only."""
+
+SIZES = (4096.0, 2.0**20, 2.0**28)
+"""Bytes at which collectives are compared to tell whether groups are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A lane's groups, and what they are to do."""
+
+    lane: tuple[Devices, ...]
+    rows: int
+    "Of a microbatch on each group."
+    microbatches: int
+    part: float
+    "Of all layers that the lane will hold, about."
+    tied_whole: bool
+    "Whether other lanes may use parameters that this one uses."
+
+
+@dataclass(slots=True)
+class _Known:
+    chains: Chains
+    shares: tuple[int, ...]
+    "That are given; none: the best ones."
+    free: Synthesized | None
+    "The cheapest programs, were memory free."
+    best: Synthesized | None = None
+    "Those that fit; known where they were asked for."
+    forms: dict[Form, Synthesized | None] = field(default_factory=dict)
+
+
+class Oracle:
+    """The programs of groups."""
+
+    def __init__(self, bench: Workbench, job: Job, shares: tuple[int, ...] = ()) -> None:
+        """`shares` are those of every group, if they are given."""
+        self.bench, self.job, self.shares = bench, job, shares
+        self._known: dict[object, _Known] = {}
+
+    @property
+    def searched(self) -> int:
+        """How many groups that differ were searched for."""
+        return len(self._known)
+
+    def least_s(self, ask: Ask) -> float:
+        """What programs of all layers cost, were memory free; infinite where there are none."""
+        free = self._answer(ask).free
+        return float("inf") if free is None else free.cost_s
+
+    def best(self, ask: Ask) -> Synthesized | None:
+        """The cheapest programs and shares of all layers that fit in memory, or nearly; None where there are none."""
+        answer = self._answer(ask)
+        if answer.best is None and answer.free is not None:
+            answer.best = self._leanest(answer.chains, answer.shares, answer.free)
+        return answer.best
+
+    def forms(self, ask: Ask) -> Mapping[Form, Synthesized]:
+        """The cheapest programs with the best shares for every form of the hidden state between layers."""
+        answer, best = self._answer(ask), self.best(ask)
+        if best is None:
+            return {}
+        for form in STREAMS if self.bench.network.devices <= FEW else STREAMS[:3]:
+            if form not in answer.forms:
+                free, answer.chains.streams = answer.chains.streams, (form,)
+                answer.forms[form] = self._leanest(answer.chains, best.shares)
+                answer.chains.streams = free
+        return {form: found for form, found in answer.forms.items() if found is not None}
+
+    def whole(self, ask: Ask) -> Synthesized | None:
+        """The best programs of one group for the whole model, with shares of their own for parts of it where that is
+        cheaper; as they are where shares are given or devices are many."""
+        found = self.best(ask)
+        if found is None or self.shares or self.bench.network.devices > FEW:
+            return found
+        return segmented(self._answer(ask).chains, self.bench.module.layers, found)
+
+    def _answer(self, ask: Ask) -> _Known:
+        key = self._key(ask)
+        if key not in self._known:
+            bench, job = self.bench, self.job
+            setting = setting_of(
+                bench.model,
+                bench.network,
+                bench.layers,
+                devices=ask.lane[0],
+                rows=ask.rows,
+                tokens=job.sequence,
+                precision=job.precision,
+                microbatches=ask.microbatches,
+                lanes=_lanes(ask),
+                beside=ask.lane[1:],
+            )
+            chains = Chains(bench.model, setting, tied_whole=ask.tied_whole)
+            if bench.network.devices > FEW:
+                chains.streams = STREAMS[:3]
+            alike = len(setting.distinct) == 1
+            shares = self.shares or ((1,) * len(setting.kinds) if alike else ())
+            self._known[key] = _Known(chains, shares, cheapest(chains, bench.module.layers, shares))
+        return self._known[key]
+
+    def _leanest(self, chains: Chains, shares: tuple[int, ...], found: Synthesized | None = None) -> Synthesized | None:
+        try:
+            return leanest(chains, self.bench.module.layers, shares, found)
+        except PlanError:
+            return None
+
+    def _key(self, ask: Ask) -> object:
+        network = self.bench.network
+        kinds = tuple(network.kinds[device].name for device in ask.lane[0])
+        prices = tuple(
+            price(network, ask.lane, size) for price in (all_gather_s, reduce_scatter_s, all_reduce_s) for size in SIZES
+        )
+        return kinds, prices, ask.rows, ask.microbatches, _lanes(ask), ask.tied_whole
+
+
+def _lanes(ask: Ask) -> int:
+    return max(1, ceil(1 / ask.part - 1e-6))

@@ -1,0 +1,168 @@
+"""The placement search inside the planner: for the best candidates of a search, where links differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipefit.cost.pipeline.table import cost_table
+from pipefit.errors import PlanError
+from pipefit.plan.assemble.pipeline_work import pipeline_work
+from pipefit.plan.evaluate.evaluate import simulated
+from pipefit.plan.evaluate.outcome import Evaluated, Found
+from pipefit.plan.evaluate.planner_context import Workbench
+from pipefit.plan.evaluate.port_contention import in_step
+from pipefit.plan.placement.links import links_differ
+from pipefit.plan.placement.lowered import Lowered, place_lowered
+from pipefit.plan.placement.search import Budget, Placed, place
+from pipefit.plan.placement.shape import make_question
+from pipefit.plan.request.decisions import check_decisions
+from pipefit.plan.types import Job
+from pipefit.schedule.actions import Schedule
+from pipefit.units import format_seconds
+
+SHORT_LIST = 4
+"""Candidates that are placed: the fastest of each grid of replicas and lanes, the fastest grids first."""
+
+FIRST_MOVES, FINAL_MOVES = 8_000, 40_000
+"""Most moves for each of the short list, and for the best of them again."""
+
+
+COMPILED_FROM = 8_000
+"""Moves of all candidates together from which numba is loaded: a plain move takes a quarter of a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """What placing the candidates of a search came to."""
+
+    found: Found
+    note: str
+    "In words, for the plan; '' where nothing was searched."
+
+
+def place_found(bench: Workbench, job: Job, pins: Mapping[str, Any], found: Found) -> Placing:
+    """The outcome of a search with the devices of its best candidates placed: nothing is changed where all links and
+    devices are alike, or where hostname order is pinned. Deterministic: the budget is counted in moves."""
+    mapping = pins.get("mapping", "search")
+    if isinstance(mapping, tuple) and found.fitting:
+        return _as_given(bench, job, mapping, found)
+    if not found.fitting or mapping == "hostname" or not links_differ(bench.cluster):
+        return Placing(found, "")
+    listed = _short_list(found)
+    if not listed:
+        return Placing(found, "")
+    slots = [found.fitting[index].decisions.device_count for index in listed]
+    total = sum(moves_for(count, FIRST_MOVES) for count in slots) + moves_for(max(slots), FINAL_MOVES)
+    compiled = total >= COMPILED_FROM or None
+    placed = {index: _placed(bench, job, found.fitting[index], compiled) for index in listed}
+    first = min(placed, key=lambda index: placed[index].rank)
+    again = _placed_again(bench, job, placed[first], compiled)
+    placed[first] = min((placed[first], again), key=lambda one: one.rank)
+    fitting = [placed.get(index, one) for index, one in enumerate(found.fitting)]
+    fitting.sort(key=lambda one: one.rank)
+    best = fitting[0]
+    before = found.fitting[0]
+    chosen = next((index for index, one in placed.items() if one is best), None)
+    own = before if chosen is None else found.fitting[chosen]
+    return Placing(replace(found, fitting=tuple(fitting)), _note(best, own, before, len(listed)))
+
+
+def _as_given(bench: Workbench, job: Job, devices: tuple[int, ...], found: Found) -> Placing:
+    """The candidates that take as many devices as are given, on these."""
+    alike = [one for one in found.fitting if one.decisions.device_count == len(devices)]
+    if not alike:
+        raise PlanError(
+            "No plan that fits takes as many devices as are given.",
+            where="--fix mapping",
+            seen=f"{len(devices)} devices",
+            allowed=", ".join(map(str, sorted({one.decisions.device_count for one in found.fitting}))),
+            next_step="give the device of every lane, replica and shard, the last fastest; fix stages and replicas too",
+        )
+    for one in alike:
+        check_decisions(replace(one.decisions, devices=devices), job, len(bench.module.layers), bench.network.devices)
+    fitting = [other for one in alike if (other := _on(bench, job, one, devices)).simulation.fits]
+    if not fitting:
+        raise PlanError(
+            "No plan fits on these devices in this order.",
+            where="--fix mapping",
+            seen=", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else ""),
+            next_step="put the devices with less memory on other lanes, or leave the mapping to the search",
+        )
+    fitting.sort(key=lambda one: one.rank)
+    return Placing(replace(found, fitting=tuple(fitting)), "placement: as given")
+
+
+def _short_list(found: Found) -> list[int]:
+    """Indices of the candidates to place."""
+    grids: dict[tuple[int, int], int] = {}
+    for index, one in enumerate(found.fitting):
+        if one.decisions.device_count > 1:
+            grids.setdefault((len(one.decisions.replicas), one.decisions.lanes), index)
+    return list(grids.values())[:SHORT_LIST]
+
+
+def moves_for(slots: int, most: int) -> int:
+    """Moves for a plan of that many slots: a few for each pair of them, up to `most`."""
+    return min(25 * slots * slots, most)
+
+
+def _placed(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
+    """The candidate on the best devices found; itself where none are better or the better ones do not fit."""
+    given, moves = _lowered(bench, one), moves_for(one.decisions.device_count, FIRST_MOVES)
+    return _if_better(bench, job, one, place(given.question, given.timeline, Budget(moves=moves), compiled=compiled))
+
+
+def _placed_again(bench: Workbench, job: Job, one: Evaluated, compiled: bool | None) -> Evaluated:
+    """The same by a longer search, in the order of what it finds on its way."""
+    budget = Budget(moves=moves_for(one.decisions.device_count, FINAL_MOVES), seed=1)
+    found = place_lowered(
+        _lowered(bench, one), lambda devices: _lowered(bench, _on(bench, job, one, devices)), budget, compiled=compiled
+    )
+    return _if_better(bench, job, one, found)
+
+
+def _lowered(bench: Workbench, one: Evaluated) -> Lowered:
+    """What a placement search begins with; one that does not fit takes for ever."""
+    timeline = in_step(one).simulation.timeline
+    question = make_question(one.simulation.work, bench.network, bench.layers, timeline)
+    return Lowered(question=question, timeline=timeline, step_s=one.step_s if one.simulation.fits else math.inf)
+
+
+def _if_better(bench: Workbench, job: Job, one: Evaluated, found: Placed) -> Evaluated:
+    """The candidate on the devices found, or itself."""
+    if found.step_s >= found.given_s:
+        return one
+    better = _on(bench, job, one, found.devices)
+    return better if better.simulation.fits and better.rank < one.rank else one
+
+
+def _on(bench: Workbench, job: Job, one: Evaluated, devices: tuple[int, ...]) -> Evaluated:
+    """The candidate on other devices: the same order of its actions, lowered and simulated under their times."""
+    decisions = replace(one.decisions, devices=devices)
+    parts = bench.parts(job, decisions)
+    work = pipeline_work(parts, bench.programs)
+    costs = cost_table(work, bench.network, bench.layers)
+    return simulated(bench, decisions, parts, work, costs, _order(one.simulation.timeline.schedule))
+
+
+def _order(lowered: Schedule) -> Schedule:
+    """The compute actions of a lowered schedule, in their order."""
+    kinds = ("F", "I", "W", "B")
+    lanes = tuple(tuple(action for action in lane if action.kind in kinds) for lane in lowered.lanes)
+    return replace(lowered, lanes=lanes)
+
+
+def _note(best: Evaluated, own: Evaluated, before: Evaluated, listed: int) -> str:
+    """What the placement gained, for the plan's notes."""
+    tried = f"devices placed for {listed} candidate{'s' if listed > 1 else ''}"
+    order = "with kinds put together" if own.decisions.devices else "in hostname order"
+    if best.decisions.devices == own.decisions.devices:
+        return f"placement: {order.removeprefix('in ')}; {tried}, none of them faster"
+    gain = 1 - best.step_s / own.step_s
+    text = f"placement: searched; {gain:.1%} less than this plan {order} ({format_seconds(own.step_s)})"
+    if before is not own:
+        text += f", {1 - best.step_s / before.step_s:.1%} less than the best plan before devices were placed"
+    return f"{text}; {tried}"

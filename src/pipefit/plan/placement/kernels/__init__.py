@@ -1,0 +1,1 @@
+"""The inner loops of the placement search, plain Python or compiled by numba."""

@@ -1,0 +1,335 @@
+"""Moves over placements and simulated annealing: plain functions that `compile` also compiles.
+
+Acceptance: a change for the worse of d ticks is taken if d < T x g, where g is drawn from a table of the exponential
+distribution: the rule of Metropolis et al. 1953, without a call of exp, which two libraries may round differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.plan.placement.kernels.arena import (
+    AIMED,
+    ALLOWED,
+    ARRIVED,
+    BLOCK_OF,
+    BLOCK_SLOTS,
+    BLOCK_START,
+    BLOCK_WIDTH,
+    BLOCKS,
+    CUT_ROOM,
+    DEVICE,
+    DEVICES,
+    FIRST_LEVEL,
+    FLOW_START,
+    FLOWS,
+    HOST,
+    HOSTS,
+    KEEPS,
+    KIND,
+    KINDS,
+    LANE_COUNT,
+    LEADING,
+    LEVELS,
+    MATRIX,
+    MESSAGE_BUSY,
+    MESSAGE_LATENCY,
+    MOVED_DEVICE,
+    MOVED_SLOT,
+    ORDER,
+    PER_BYTE,
+    RACK_COUNT,
+    RACK_DEVICES,
+    RACK_SIZE,
+    RAIL,
+    REPLICAS,
+    SHARDS,
+    SLOT_OF,
+    SLOTS,
+    SOURCE,
+    TARGET,
+    TERM_START,
+    TERMS,
+    UNTIL,
+    VALUE,
+    WEIGHT,
+    X,
+)
+from pipefit.plan.placement.kernels.transfer_times import commit, exchange, exchange_back, refresh, slot_cost, would_be
+
+REPAIRS = 16
+"""Pipelines that are tried when a device has come to a lane."""
+
+SWAP, CYCLE, REVERSE, ROTATE, LANES, LANE_RUN, TAILS, RACKS = range(8)
+"""Kinds of moves: two blocks; three in a circle; a run of blocks backwards; a part of a run to another place in it;
+two whole lanes; a run of lanes backwards; two pipelines exchange their ends; two racks."""
+
+
+def draw(random: Any, bound: int) -> int:
+    """A number from 0 to bound - 1. Two multiplicative generators (L'Ecuyer 1988), which fit into 63 bits."""
+    random[0] = (random[0] * 40014) % 2147483563
+    random[1] = (random[1] * 40692) % 2147483399
+    number = random[0] - random[1]
+    if number < 1:
+        number += 2147483562
+    return int(number % bound)
+
+
+def note(count: int, slot: int, device: int, whole: Any, at: Any) -> int:
+    """Write down that `device` goes to `slot`."""
+    whole[at[MOVED_SLOT] + count] = slot
+    whole[at[MOVED_DEVICE] + count] = device
+    return count + 1
+
+
+def heaviest_entry(random: Any, whole: Any, at: Any) -> int:
+    """Of four entries of x the one with the largest part in the largest cut; -1: none has any."""
+    entries = 2 * at[FLOWS] + at[TERMS]
+    best, most = -1, 0
+    for _ in range(4):
+        entry = draw(random, entries)
+        part = whole[at[WEIGHT] + entry * at[CUT_ROOM] + at[LEADING]] * whole[at[X] + entry]
+        if part > most:
+            best, most = entry, part
+    return best
+
+
+def slow_slot(random: Any, whole: Any, real: Any, at: Any) -> int:
+    """A slot of something that counts much now: of a flow, an end of its slowest message; of a collective, an end of
+    its slowest hop."""
+    flows, best = at[FLOWS], heaviest_entry(random, whole, at)
+    if best < 0:
+        return draw(random, at[SLOTS])
+    if best < 2 * flows:
+        flow = best % flows
+        slowest, time = whole[at[FLOW_START] + flow], -1
+        for message in range(whole[at[FLOW_START] + flow], whole[at[FLOW_START] + flow + 1]):
+            own = whole[at[MESSAGE_BUSY] + message] + whole[at[MESSAGE_LATENCY] + message]
+            if own > time:
+                slowest, time = message, own
+        return int(whole[at[SOURCE] + slowest] if draw(random, 2) == 0 else whole[at[TARGET] + slowest])
+    return slow_hop(best - 2 * flows, random, whole, real, at)
+
+
+def slow_hop(term: int, random: Any, whole: Any, real: Any, at: Any) -> int:
+    """The slot at an end of the slowest hop of one of the rings of the lane whose collective this term is."""
+    lane = 0
+    while whole[at[TERM_START] + lane + 1] <= term:
+        lane += 1
+    first = at[ORDER] + (lane * at[SHARDS] + draw(random, at[SHARDS])) * at[REPLICAS]
+    slowest, most = 0, -1.0
+    for i in range(at[REPLICAS]):
+        after = i + 1 if i + 1 < at[REPLICAS] else 0
+        a, b = whole[at[DEVICE] + whole[first + i]], whole[at[DEVICE] + whole[first + after]]
+        from_host, to_host = whole[at[HOST] + a], whole[at[HOST] + b]
+        link = (whole[at[MATRIX] + whole[at[RAIL] + a]] * at[HOSTS] + from_host) * at[HOSTS] + to_host
+        if from_host != to_host and real[at[PER_BYTE] + link] > most:
+            slowest, most = i, real[at[PER_BYTE] + link]
+    end = (slowest + draw(random, 2)) % at[REPLICAS]
+    return int(whole[first + end])
+
+
+def put_block(count: int, level: int, to: int, source: int, whole: Any, at: Any) -> int:
+    """Note that the devices of block `source` go to block `to`."""
+    width = whole[at[BLOCK_WIDTH] + level]
+    start = whole[at[BLOCK_START] + level]
+    for i in range(width):
+        device = whole[at[DEVICE] + whole[at[BLOCK_SLOTS] + start + source * width + i]]
+        count = note(count, whole[at[BLOCK_SLOTS] + start + to * width + i], device, whole, at)
+    return count
+
+
+def swap_blocks(level: int, random: Any, whole: Any, real: Any, at: Any) -> int:
+    """Two blocks change places; often one of them is slow now."""
+    blocks = whole[at[BLOCKS] + level]
+    if draw(random, 1000) < at[AIMED]:
+        a = whole[at[BLOCK_OF] + level * at[DEVICES] + slow_slot(random, whole, real, at)]
+    else:
+        a = draw(random, blocks)
+    b = (a + 1 + draw(random, blocks - 1)) % blocks
+    at[ARRIVED] = int(level == 0 and at[SHARDS] == 1)
+    return put_block(put_block(0, level, a, b, whole, at), level, b, a, whole, at)
+
+
+def run_of_blocks(kind: int, level: int, random: Any, whole: Any, at: Any) -> int:
+    """A run of blocks backwards, or its first part behind its second."""
+    blocks = whole[at[BLOCKS] + level]
+    length = 2 + draw(random, min(blocks, 24) - 1)
+    first = draw(random, blocks - length + 1)
+    shift = 1 + draw(random, length - 1)
+    count = 0
+    for i in range(length):
+        other = length - 1 - i if kind == REVERSE else (i + shift) % length
+        count = put_block(count, level, first + i, first + other, whole, at)
+    return count
+
+
+def move_blocks(kind: int, random: Any, whole: Any, real: Any, at: Any) -> int:
+    """One of the moves on blocks, at one of their levels."""
+    level = 0
+    if at[LEVELS] > 1 and draw(random, 1000) >= at[FIRST_LEVEL]:
+        level = 1
+    blocks = whole[at[BLOCKS] + level]
+    if blocks < 2:
+        return 0
+    if kind == SWAP or blocks < 3:
+        return swap_blocks(level, random, whole, real, at)
+    if kind == CYCLE:
+        a = draw(random, blocks)
+        b = (a + 1 + draw(random, blocks - 2)) % blocks
+        c = (b + 1 + draw(random, (a - b - 1) % blocks)) % blocks
+        count = put_block(0, level, a, b, whole, at)
+        count = put_block(count, level, b, c, whole, at)
+        return put_block(count, level, c, a, whole, at)
+    return run_of_blocks(kind, level, random, whole, at)
+
+
+def move_lanes(kind: int, random: Any, whole: Any, at: Any) -> int:
+    """Two lanes change places, or a run of lanes goes backwards."""
+    width = at[REPLICAS] * at[SHARDS]
+    a = draw(random, at[LANE_COUNT])
+    b = (a + 1 + draw(random, at[LANE_COUNT] - 1)) % at[LANE_COUNT]
+    low, high = min(a, b), max(a, b)
+    count = 0
+    while low < high:
+        for i in range(width):
+            count = note(count, low * width + i, whole[at[DEVICE] + high * width + i], whole, at)
+            count = note(count, high * width + i, whole[at[DEVICE] + low * width + i], whole, at)
+        low, high = low + 1, high - 1
+        if kind == LANES:
+            break
+    return count
+
+
+def repair(count: int, slot: int, random: Any, whole: Any, at: Any) -> int:
+    """After a device has come to `slot`: it changes places with the one of another pipeline on the same lane, if that
+    makes the slower of their messages fastest. Looks at up to REPAIRS pipelines. Only where a device is a block."""
+    lane, replicas = slot // at[REPLICAS], at[REPLICAS]
+    device = whole[at[DEVICE] + slot]
+    own = slot_cost(slot, device, whole, at)
+    best, gain = -1, 0
+    first = draw(random, replicas)
+    for i in range(min(replicas, REPAIRS)):
+        other = lane * replicas + (first + i) % replicas
+        stands = whole[at[DEVICE] + other]
+        before = max(own, slot_cost(other, stands, whole, at))
+        if other != slot and before > gain:
+            after = max(slot_cost(other, device, whole, at), slot_cost(slot, stands, whole, at))
+            if before - after > gain:
+                best, gain = other, before - after
+    if best < 0:
+        return count
+    more = note(count, slot, whole[at[DEVICE] + best], whole, at)
+    more = note(more, best, device, whole, at)
+    exchange(count, more, whole, at)
+    return more
+
+
+def repair_both(count: int, random: Any, whole: Any, at: Any) -> int:
+    """`repair` for the two slots of a swap of devices between lanes."""
+    one, other = whole[at[MOVED_SLOT]], whole[at[MOVED_SLOT] + 1]
+    if one // at[REPLICAS] != other // at[REPLICAS]:
+        for slot in (one, other):
+            if slot < at[SLOTS]:
+                count = repair(count, slot, random, whole, at)
+    return count
+
+
+def move_tails(random: Any, whole: Any, real: Any, at: Any) -> int:
+    """Two pipelines exchange their devices from some lane on, or on one lane; often where it is slow now. Every lane
+    keeps its devices, and so its rings."""
+    width = at[REPLICAS] * at[SHARDS]
+    slot = draw(random, at[SLOTS])
+    if draw(random, 1000) < at[AIMED]:
+        slot = slow_slot(random, whole, real, at)
+    first, a = slot // width, slot % width // at[SHARDS]
+    b = (a + 1 + draw(random, at[REPLICAS] - 1)) % at[REPLICAS]
+    last = at[LANE_COUNT] if draw(random, 2) == 0 else first + 1
+    at[KEEPS] = 1
+    count = 0
+    for lane in range(first, last):
+        for shard in range(at[SHARDS]):
+            one, other = lane * width + a * at[SHARDS] + shard, lane * width + b * at[SHARDS] + shard
+            count = note(count, one, whole[at[DEVICE] + other], whole, at)
+            count = note(count, other, whole[at[DEVICE] + one], whole, at)
+    return count
+
+
+def move_racks(random: Any, whole: Any, at: Any) -> int:
+    """Two racks change places, device by device."""
+    a = draw(random, at[RACK_COUNT])
+    b = (a + 1 + draw(random, at[RACK_COUNT] - 1)) % at[RACK_COUNT]
+    count = 0
+    for i in range(at[RACK_SIZE]):
+        one = whole[at[RACK_DEVICES] + a * at[RACK_SIZE] + i]
+        other = whole[at[RACK_DEVICES] + b * at[RACK_SIZE] + i]
+        count = note(count, whole[at[SLOT_OF] + one], other, whole, at)
+        count = note(count, whole[at[SLOT_OF] + other], one, whole, at)
+    return count
+
+
+def propose(random: Any, whole: Any, real: Any, at: Any) -> int:
+    """Write a random move into `moved_slot` and `moved_device`; how many slots it changes, 0 for none."""
+    at[KEEPS], at[ARRIVED] = 0, 0
+    number = draw(random, 1000)
+    kind = 0
+    while number >= whole[at[UNTIL] + kind]:
+        kind += 1
+    if kind == RACKS and at[RACK_COUNT] > 1:
+        return move_racks(random, whole, at)
+    if kind == TAILS and at[REPLICAS] > 1:
+        return move_tails(random, whole, real, at)
+    if kind in (LANES, LANE_RUN) and at[LANE_COUNT] > 1:
+        return move_lanes(kind, random, whole, at)
+    if kind > ROTATE:
+        kind = SWAP
+    return move_blocks(kind, random, whole, real, at)
+
+
+def may_move(count: int, whole: Any, at: Any) -> bool:
+    """Whether every device of a noted move is of a kind that its lane allows."""
+    width = at[REPLICAS] * at[SHARDS]
+    for i in range(count):
+        lane = min(whole[at[MOVED_SLOT] + i] // width, at[LANE_COUNT])
+        if whole[at[ALLOWED] + lane * at[KINDS] + whole[at[KIND] + whole[at[MOVED_DEVICE] + i]]] == 0:
+            return False
+    return True
+
+
+def anneal(
+    count: int,
+    control: Any,
+    random: Any,
+    exponential: Any,
+    best_device: Any,
+    whole: Any,
+    real: Any,
+    at: Any,
+) -> int:
+    """`count` moves from where the state stands. `control`: temperature in ticks (it goes on falling in the next
+    call), factor a move, the best estimate so far (in ticks; `best_device` is its placement). Returns the estimate
+    where it ends."""
+    now = whole[at[VALUE] + at[LEADING]]
+    temperature, factor = control[0], control[1]
+    for _ in range(count):
+        temperature *= factor
+        changed = propose(random, whole, real, at)
+        if changed == 0 or not may_move(changed, whole, at):
+            continue
+        exchange(0, changed, whole, at)
+        if at[ARRIVED] == 1:
+            changed = repair_both(changed, random, whole, at)
+        refresh(changed, whole, real, at)
+        limit = now + temperature * exponential[draw(random, len(exponential))]
+        new = would_be(limit, whole, at)
+        if new < limit:
+            commit(whole, at)
+            now = new
+            if new < control[2]:
+                control[2] = new
+                for slot in range(len(best_device)):
+                    best_device[slot] = whole[at[DEVICE] + slot]
+        else:
+            exchange_back(changed, whole, at)
+    control[0] = temperature
+    return int(now)

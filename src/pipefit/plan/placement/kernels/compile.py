@@ -1,0 +1,59 @@
+"""The functions of the placement search by name: plain Python, or compiled by numba. Both give the same placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from hashlib import sha256
+from types import FunctionType
+from typing import Any
+
+from pipefit.plan.placement.kernels import anneal, matching, rings, sets
+from pipefit.plan.placement.kernels import transfer_times as kernel
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+MODULES = (rings, kernel, anneal, matching, sets)
+"""Whose functions they are."""
+
+OUTER = ("anneal", "anneal_sets", "recompute")
+"""The functions that are called from Python."""
+
+
+@lru_cache(maxsize=2)
+def functions(compiled: bool) -> Functions:
+    """Every function of MODULES. Compiled ones are kept on disk by numba; the first call on a machine takes some
+    seconds.
+
+    A function names the others as globals; its compiled twin needs globals in which these names are compiled ones.
+    """
+    scope: dict[str, Any] = {name: value for module in MODULES for name, value in vars(module).items()}
+    own = {module.__name__ for module in MODULES}
+    plain = {
+        name: value for name, value in scope.items() if isinstance(value, FunctionType) and value.__module__ in own
+    }
+    if not compiled:
+        return plain
+    import numba
+
+    edition = _edition(plain, scope)
+    for name, function in plain.items():
+        twin = FunctionType(function.__code__, scope, name, function.__defaults__)
+        twin.__module__, twin.__qualname__ = function.__module__, f"{name}_{edition}"
+        inner = name not in OUTER
+        scope[name] = numba.njit(
+            cache=not inner, _nrt=False, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=inner
+        )(twin)
+    return {name: scope[name] for name in plain}
+
+
+def _edition(plain: Functions, scope: Mapping[str, Any]) -> str:
+    """A digest of all functions and the numbers they name: numba's own cache looks at one file only, and a function
+    that changed is often in the other one."""
+    numbers = sorted(
+        (name, value) for name, value in scope.items() if name.isupper() and isinstance(value, int | float)
+    )
+    codes = [(name, function.__code__) for name, function in sorted(plain.items())]
+    text = repr([numbers, [(name, code.co_code, code.co_names, code.co_consts) for name, code in codes]])
+    return sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,167 @@
+"""Who sends to whom between neighbouring lanes, found exactly: inner loops of the search over sets, see `sets`.
+
+Where every message goes from a device to the one of the same pipeline on a neighbouring lane, which pipeline that is
+may be chosen boundary by boundary, without a change to any ring: the pairs of a boundary are a perfect matching of two
+sets of devices, and what counts is the slowest of them. The bottleneck matching is kept up by alternating paths with
+the least largest pair, as Dijkstra's rule finds them (Burkard, Dell'Amico and Martello 2009, chapter 6).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.plan.placement.kernels.arena import (
+    AHEAD,
+    BACK,
+    BUSY,
+    DEVICE,
+    DEVICES,
+    DISTANCE,
+    EDGE_FLOWS,
+    EDGE_START,
+    FLOW_START,
+    FLOWS,
+    FORWARD,
+    HOP,
+    HOST,
+    HOSTS,
+    KEPT_EDGE,
+    KEPT_EDGES,
+    KEPT_PAIRS,
+    LATENCY,
+    MATRICES,
+    PAIR,
+    PAIR_OF,
+    PARENT,
+    PARTNER,
+    REPLICAS,
+    SIZE,
+)
+from pipefit.plan.placement.kernels.transfer_times import note_x
+
+BEYOND = 1 << 60
+"""More ticks than any pair takes."""
+
+
+def pair_ticks(edge: int, left: int, right: int, whole: Any, at: Any) -> int:
+    """What the messages between two places of the lanes at a boundary take together."""
+    first, devices = at[DEVICE] + edge * at[REPLICAS], at[DEVICES]
+    a, b = whole[first + left], whole[first + at[REPLICAS] + right]
+    return int(whole[at[PAIR] + (whole[at[PAIR_OF] + edge] * devices + a) * devices + b])
+
+
+def keep(edge: int, whole: Any, at: Any) -> None:
+    """Keep the pairs of a boundary before they change, so that they can be taken back; once a move."""
+    for i in range(at[KEPT_EDGES]):
+        if whole[at[KEPT_EDGE] + i] == edge:
+            return
+    replicas = at[REPLICAS]
+    whole[at[KEPT_EDGE] + at[KEPT_EDGES]] = edge
+    kept, partner = at[KEPT_PAIRS] + at[KEPT_EDGES] * replicas, at[PARTNER] + edge * replicas
+    for i in range(replicas):
+        whole[kept + i] = whole[partner + i]
+    at[KEPT_EDGES] += 1
+
+
+def take_back(whole: Any, at: Any) -> None:
+    """The pairs as they were kept."""
+    replicas = at[REPLICAS]
+    for kept in range(at[KEPT_EDGES]):
+        first = whole[at[KEPT_EDGE] + kept] * replicas
+        for i in range(replicas):
+            partner = whole[at[KEPT_PAIRS] + kept * replicas + i]
+            whole[at[PARTNER] + first + i] = partner
+            whole[at[BACK] + first + partner] = i
+
+
+def augment(edge: int, left: int, right: int, limit: int, whole: Any, at: Any) -> int:
+    """Part the pair of the places `left` and `right` of a boundary and join them along the alternating path whose
+    largest pair is least; returns that pair's ticks, or -1 if they are not below `limit`, and changes nothing then."""
+    replicas = at[REPLICAS]
+    lefts = at[DEVICE] + edge * replicas
+    rights = lefts + replicas
+    partner, back = at[PARTNER] + edge * replicas, at[BACK] + edge * replicas
+    distance, parent, ahead = at[DISTANCE], at[PARENT], at[AHEAD]
+    pairs = at[PAIR] + whole[at[PAIR_OF] + edge] * at[DEVICES] * at[DEVICES]
+    for i in range(replicas):
+        whole[distance + i] = limit
+        whole[ahead + i] = i
+    other, most, count = left, 0, replicas
+    while True:
+        row = pairs + whole[lefts + other] * at[DEVICES]
+        nearest, place, least = -1, -1, limit
+        for k in range(count):
+            i = whole[ahead + k]
+            own = max(most, whole[row + whole[rights + i]])
+            if own < whole[distance + i]:
+                whole[distance + i] = own
+                whole[parent + i] = other
+            else:
+                own = whole[distance + i]
+            if own < least:
+                nearest, place, least = k, i, own
+        if nearest < 0:
+            return -1
+        most = least
+        if place == right:
+            break
+        count -= 1
+        whole[ahead + nearest] = whole[ahead + count]
+        other = whole[back + place]
+    keep(edge, whole, at)
+    end = right
+    while True:
+        start = whole[parent + end]
+        before = whole[partner + start]
+        whole[partner + start] = end
+        whole[back + end] = start
+        if start == left:
+            return int(most)
+        end = before
+
+
+def slowest_pair(edge: int, whole: Any, at: Any) -> int:
+    """The place on the left of a boundary's slowest pair."""
+    replicas = at[REPLICAS]
+    lefts, partner = at[DEVICE] + edge * replicas, at[PARTNER] + edge * replicas
+    pairs = at[PAIR] + whole[at[PAIR_OF] + edge] * at[DEVICES] * at[DEVICES]
+    slowest, most = 0, -1
+    for i in range(replicas):
+        own = whole[pairs + whole[lefts + i] * at[DEVICES] + whole[lefts + replicas + whole[partner + i]]]
+        if own > most:
+            slowest, most = i, own
+    return slowest
+
+
+def rematch(edge: int, whole: Any, at: Any) -> None:
+    """Bring a boundary's matching to the least slowest pair: that pair is parted until no path below it joins its ends
+    again, and then no matching below it is left; nor is one where the path's own largest pair is the slowest now."""
+    partner = at[PARTNER] + edge * at[REPLICAS]
+    left = slowest_pair(edge, whole, at)
+    while True:
+        right = whole[partner + left]
+        reached = augment(edge, left, right, pair_ticks(edge, left, right, whole, at), whole, at)
+        if reached < 0:
+            return
+        left = slowest_pair(edge, whole, at)
+        if pair_ticks(edge, left, whole[partner + left], whole, at) == reached:
+            return
+
+
+def note_edge(edge: int, whole: Any, at: Any) -> None:
+    """Note the times of a boundary's flows, as `kernel.refresh_flow` does. Hosts have one device each here."""
+    replicas, hosts = at[REPLICAS], at[HOSTS]
+    lefts, partner = at[DEVICE] + edge * replicas, at[PARTNER] + edge * replicas
+    for entry in range(whole[at[EDGE_START] + edge], whole[at[EDGE_START] + edge + 1]):
+        flow = whole[at[EDGE_FLOWS] + entry]
+        busy = at[BUSY] + whole[at[SIZE] + whole[at[FLOW_START] + flow]] * at[MATRICES] * hosts * hosts
+        forward = whole[at[FORWARD] + flow]
+        port, latency = 0, 0
+        for i in range(replicas):
+            a, b = whole[lefts + i], whole[lefts + replicas + whole[partner + i]]
+            if forward == 0:
+                a, b = b, a
+            link = whole[at[HOP] + a] + whole[at[HOST] + b]
+            port, latency = max(port, whole[busy + link]), max(latency, whole[at[LATENCY] + link])
+        note_x(flow, port + latency, whole, at)
+        note_x(at[FLOWS] + flow, port, whole, at)

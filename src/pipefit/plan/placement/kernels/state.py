@@ -1,0 +1,154 @@
+"""The arena of one placement search: links and shape in it, room for cuts and moves, scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pipefit.cost.types import Array
+from pipefit.plan.placement.kernels import arena as names
+from pipefit.plan.placement.kernels.arena import Arena, make_arena
+from pipefit.plan.placement.links import Ints
+from pipefit.plan.placement.shape import Question
+from pipefit.plan.placement.starts import Moves
+
+CUTS = 400
+"""Critical paths that the estimate holds at most; the ones that matter least give way. A search of a second meets 100
+to 400 of them, and is led astray by what it forgets: with room for 48, ten times the moves found nothing better."""
+
+UNTIL = (800, 900, 915, 930, 950, 960, 990, 1000)
+"""Of 1,000 moves: swaps, cycles, runs backwards, parts of runs moved, lanes swapped, runs of lanes backwards, ends of
+pipelines exchanged, racks swapped."""
+
+FIRST_LEVEL = 500
+"""Of 1,000 moves of blocks, those at the finest level, where there are two."""
+
+AIMED = 500
+"""Of 1,000 swaps, those of something that is slow now."""
+
+
+def new_state(question: Question, chain: Mapping[int, Ints] | None = None) -> Arena:
+    """The arena of a question, with `chains.chain_arrays` if it is one: no cuts yet, and no moves (`set_moves`)."""
+    links, shape = question.links, question.shape
+    devices, hosts = len(question.devices), len(links.inside_latency)
+    numbers = {
+        names.DEVICES: devices,
+        names.HOSTS: hosts,
+        names.MATRICES: len(links.latency),
+        names.RAILS: links.rails,
+        names.SINGLE: links.single,
+        names.KINDS: shape.allowed.shape[1],
+        names.LANE_COUNT: shape.lanes,
+        names.REPLICAS: shape.replicas,
+        names.SHARDS: shape.shards,
+        names.SLOTS: shape.slots,
+        names.FLOWS: question.flows,
+        names.MESSAGES: len(shape.source),
+        names.TERMS: len(shape.passes),
+        names.ENTRIES: question.entries,
+        names.CUT_ROOM: CUTS,
+        names.FIRST_LEVEL: FIRST_LEVEL,
+        names.AIMED: AIMED,
+    }
+    return make_arena(numbers, {**_facts(question), **_scratch(question), **(chain or {})}, _reals(question))
+
+
+def set_moves(arena: Arena, moves: Moves) -> None:
+    """What the next moves may permute."""
+    arena.at[names.LEVELS] = len(moves.levels)
+    arena.at[names.RACK_COUNT], arena.at[names.RACK_SIZE] = moves.racks.shape
+    arena.put(names.BLOCK_START, np.cumsum([0, *(level.size for level in moves.levels[:-1])]))
+    arena.put(names.BLOCKS, np.array([len(level) for level in moves.levels]))
+    arena.put(names.BLOCK_WIDTH, np.array([level.shape[1] for level in moves.levels]))
+    arena.put(names.BLOCK_SLOTS, np.concatenate([level.reshape(-1) for level in moves.levels]))
+    arena.put(names.BLOCK_OF, moves.block_of)
+    arena.put(names.RACK_DEVICES, moves.racks)
+
+
+def _facts(question: Question) -> dict[int, Ints]:
+    links, shape = question.links, question.shape
+    return {
+        names.HOST: links.host,
+        names.RAIL: links.rail,
+        names.MATRIX: links.matrix,
+        names.HOP: (links.matrix[links.rail] * len(links.inside_latency) + links.host) * len(links.inside_latency),
+        names.SHARED: links.shared,
+        names.LATENCY: links.latency,
+        names.BUSY: links.busy,
+        names.INSIDE_LATENCY: links.inside_latency,
+        names.INSIDE_BUSY: links.inside_busy,
+        names.KIND: shape.kind,
+        names.FLOW_START: shape.flow_start,
+        names.SOURCE: shape.source,
+        names.TARGET: shape.target,
+        names.SIZE: shape.size,
+        names.FLOW_OF: shape.flow_of,
+        names.SLOT_START: shape.slot_start,
+        names.SLOT_MESSAGES: shape.slot_messages,
+        names.TERM_START: shape.term_start,
+        names.PASSES: shape.passes,
+        names.MORE: shape.more,
+        names.LINE_START: shape.line_start,
+        names.ROW_START: shape.row_start,
+        names.ROW_TIME: shape.row_time,
+        names.ALLOWED: shape.allowed,
+        names.UNTIL: np.array(UNTIL),
+    }
+
+
+def _scratch(question: Question) -> dict[int, Ints]:
+    shape, devices = question.shape, len(question.devices)
+    order = np.arange(shape.slots).reshape(shape.lanes, shape.replicas, shape.shards).transpose(0, 2, 1)
+    sizes = {
+        names.BLOCK_START: 2,
+        names.BLOCKS: 2,
+        names.BLOCK_WIDTH: 2,
+        names.BLOCK_SLOTS: 2 * devices,
+        names.BLOCK_OF: 2 * devices,
+        names.RACK_DEVICES: devices,
+        names.WEIGHT: question.entries * CUTS,
+        names.CONSTANT: CUTS,
+        names.SLOT_OF: devices,
+        names.MESSAGE_BUSY: len(shape.source),
+        names.MESSAGE_LATENCY: len(shape.source),
+        names.X: question.entries,
+        names.VALUE: CUTS,
+        names.TOP: 4 * question.flows,
+        names.LOAD: _ports(question),
+        names.MOVED_SLOT: devices + 8,
+        names.MOVED_DEVICE: devices + 8,
+        names.SEEN_FLOW: question.flows,
+        names.SEEN_LANE: shape.lanes,
+        names.FLOW_LIST: question.flows,
+        names.LANE_LIST: shape.lanes,
+        names.CHANGED_ENTRY: question.entries,
+        names.CHANGED_BY: question.entries,
+        names.NEW_VALUE: CUTS,
+        names.NEW_TOP: 4 * question.flows,
+        names.RESCAN: question.flows,
+    }
+    empty = {name: np.zeros(size, dtype=np.int64) for name, size in sizes.items()}
+    return {names.DEVICE: question.devices, names.ORDER: order, **empty}
+
+
+def _reals(question: Question) -> dict[int, Array]:
+    links, shape = question.links, question.shape
+    return {
+        names.PER_BYTE: links.per_byte,
+        names.INSIDE_PER_BYTE: links.inside_per_byte,
+        names.LATENCY_FACTOR: shape.latency_factor,
+        names.BYTE_FACTOR: shape.byte_factor,
+        names.BYTES: shape.bytes,
+        names.SHARE: shape.share,
+        names.LINE_SHARE: shape.line_share,
+        names.LINE_BESIDE: shape.line_beside,
+        names.RING: np.zeros(10),
+        names.LOAD_PER_BYTE: np.zeros(_ports(question)),
+    }
+
+
+def _ports(question: Question) -> int:
+    """Ports that `rings.add_load` counts."""
+    links = question.links
+    return 2 * len(question.devices) + 2 * len(links.inside_latency) * links.rails

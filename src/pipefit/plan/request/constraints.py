@@ -1,0 +1,198 @@
+"""What a user can pin: `--fix KEY=VALUE`. Every key says what it takes, and every mistake what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.errors import PlanError, most_like
+from pipefit.plan.request.decisions import Decisions
+from pipefit.plan.request.module_decisions import ModuleDecisions
+from pipefit.schedule.families import FAMILIES
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One thing that can be pinned."""
+
+    help: str
+    parse: Callable[[str], Any]
+
+
+def _shares(text: str) -> tuple[int, ...]:
+    """`4` is four even ones, `2:1:1` are three uneven ones."""
+    if ":" in text:
+        shares = tuple(int(part) for part in text.split(":"))
+    else:
+        shares = (1,) * int(text)
+    if not shares or min(shares) < 1:
+        raise ValueError(text)
+    return shares
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _slices(text: str) -> int | tuple[int, ...]:
+    """`4` is four of equal cost, `1` none; `512,512` are the tokens of each."""
+    return _numbers(text) if "," in text else _count(text)
+
+
+def _choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in values:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def _placement(text: str) -> str | tuple[int, ...]:
+    """`shared`, `inline` or `disjoint` of a module, lanes of a plan of one."""
+    return text if text in ("shared", "inline", "disjoint") else _numbers(text)
+
+
+def _recompute(text: str) -> tuple[str, ...]:
+    return tuple(_choice("none", "selective", "full")(part) for part in text.split(","))
+
+
+def _switch(text: str) -> bool:
+    return {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}[text.lower()]
+
+
+def _mapping(text: str) -> str | tuple[int, ...]:
+    return text if text in ("hostname", "search") else _numbers(text)
+
+
+KEYS: Mapping[str, Key] = {
+    "replicas": Key("a count, or shares such as 2:1", _shares),
+    "stages": Key("a count", _count),
+    "shards": Key("a count, or shares such as 2:1", _shares),
+    "sharding": Key("none, megatron, megatron-sp or searched", _choice("none", "megatron", "megatron-sp", "searched")),
+    "microbatches": Key("a count that divides the batch", _count),
+    "schedule": Key(", ".join(sorted(FAMILIES)), _choice(*FAMILIES)),
+    "recompute": Key("none, selective or full; or one of them for each stage, with commas", _recompute),
+    "zero1": Key("true or false", _switch),
+    "inner": Key("replica or stage: who lies next to each other", _choice("replica", "stage")),
+    "devices": Key("a count: how many devices take part", _count),
+    "cuts": Key("first layer of every stage but the first, with commas", _numbers),
+    "slices": Key(
+        "a count of slices of equal cost (1: sequences are not cut), or the tokens of each, with commas", _slices
+    ),
+    "slice_multiple": Key("tokens that every slice is a multiple of, the last one's rest apart", _count),
+    "placement": Key(
+        "lane of every stage, with commas; of one of several modules, disjoint, shared or inline", _placement
+    ),
+    "modules": Key(
+        "disjoint, shared or inline: devices of their own, those of the largest, or its first and last lane",
+        _choice("disjoint", "shared", "inline"),
+    ),
+    "multiple": Key("a count of microbatches that a module on shared devices takes together", _count),
+    "divide": Key(
+        "samples or images: what the replicas of one of several modules divide of a microbatch",
+        _choice("samples", "images"),
+    ),
+    "ahead": Key("a count of units that a module on shared devices is ahead", _count),
+    "balance": Key(
+        "true or false: whether samples that differ are dealt out so that replicas and microbatches have alike", _switch
+    ),
+    "order": Key("true or false: whether microbatches that differ change places in their pipeline", _switch),
+    "groups": Key("true or false: whether groups of devices with searched programs are looked for", _switch),
+    "mapping": Key("hostname, search, or the device of every lane, replica and shard, with commas", _mapping),
+}
+
+
+MODULES_ALONE = ("modules", "ahead", "multiple", "divide", "balance", "order")
+"""Keys that mean nothing where a model has one module."""
+
+
+def parse_pins(texts: Iterable[str]) -> dict[str, Any]:
+    """The pins that `--fix` options give. Raises PlanError for an unknown key, a bad value, or a key given twice."""
+    pins: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        name = name.strip()
+        key = name.rpartition(".")[2]  # `vision.replicas`: of one module
+        if not separator or key not in KEYS:
+            near = most_like(key, KEYS)
+            raise PlanError(
+                f"There is nothing called {name!r} to fix." if separator else "A fix is written KEY=VALUE.",
+                where="--fix",
+                seen=repr(text),
+                allowed=", ".join(f"{key} ({entry.help})" for key, entry in KEYS.items()),
+                next_step=f"did you mean {near[0]}?" if near else None,
+            )
+        if name in pins:
+            raise PlanError("The same thing is fixed twice.", where="--fix", seen=repr(text))
+        try:
+            pins[name] = KEYS[key].parse(value.strip())
+        except (ValueError, KeyError):
+            raise PlanError(
+                f"This is no value for {name!r}.", where="--fix", seen=repr(text), allowed=KEYS[key].help
+            ) from None
+    _check_together(pins)
+    return pins
+
+
+def check_one_module(pins: Mapping[str, Any]) -> None:
+    """Raises PlanError for a pin that only a model of several modules has a use for."""
+    for key, value in pins.items():
+        if "." in key or key in MODULES_ALONE or (key == "placement" and isinstance(value, str)):
+            raise PlanError(
+                "This can be fixed only for a model of several modules, and this one has no modules.",
+                where="--fix",
+                seen=f"{key}={value}" if key == "placement" else key,
+                allowed=", ".join(name for name in KEYS if name not in MODULES_ALONE),
+                next_step="name the lane of every stage, as in placement=0,1"
+                if key == "placement"
+                else f"leave {key} out",
+            )
+
+
+def _check_together(pins: Mapping[str, Any]) -> None:
+    stages = {len(pins["cuts"]) + 1} if "cuts" in pins else set()
+    stages |= {pins["stages"]} if "stages" in pins else set()
+    stages |= {len(pins["placement"])} if isinstance(pins.get("placement"), tuple) else set()
+    if len(stages) > 1:
+        raise PlanError(
+            "These fixes mean different numbers of stages.",
+            where="--fix stages, cuts, placement",
+            seen=", ".join(map(str, sorted(stages))),
+            next_step="cuts name one layer fewer than there are stages; a placement names a lane for each stage",
+        )
+    sharded = pins.get("sharding", "megatron-sp") != "none"
+    if "shards" in pins and (len(pins["shards"]) > 1) != sharded and "sharding" in pins:
+        raise PlanError(
+            "More than one shard needs a sharding, and a sharding more than one shard.",
+            where="--fix shards, sharding",
+            seen=f"shards={len(pins['shards'])}, sharding={pins['sharding']}",
+            allowed="shards=2 with sharding=megatron, megatron-sp or searched",
+        )
+    if pins.get("sharding", "none") != "none" and "shards" not in pins:
+        raise PlanError(
+            "A sharding needs the number of shards.",
+            where="--fix sharding",
+            seen=pins["sharding"],
+            next_step="add --fix shards=2",
+        )
+
+
+def describe(decisions: Decisions) -> str:
+    """The choices in one short line for people."""
+    if isinstance(decisions, ModuleDecisions):
+        return decisions.text()
+    shards = f" x {len(decisions.shards)} shards ({decisions.sharding})" if len(decisions.shards) > 1 else ""
+    slices = f" x {len(decisions.slices)} slices" if decisions.slices else ""
+    return (
+        f"{len(decisions.replicas)} replicas x {decisions.stage_count} stages{shards}, "
+        f"{decisions.microbatches} microbatches{slices}, {decisions.schedule}, "
+        f"recompute {','.join(decisions.recompute)}, ZeRO-1 {'on' if decisions.zero1 else 'off'}"
+    )

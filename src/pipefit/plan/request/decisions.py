@@ -1,0 +1,268 @@
+"""The choices that make a plan, as one value: what the search varies, what `--fix` pins, what a caller may give.
+
+`build_plan` turns a Decisions into a Plan without choosing anything more than what is left open here (the layer cut,
+where only a stage count is given).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipefit.errors import PlanError
+from pipefit.layout import split
+from pipefit.plan.request.sliceable import check_cut
+from pipefit.plan.types import Job, Recompute
+
+Sharding = Literal["none", "megatron", "megatron-sp", "searched"]
+Inner = Literal["replica", "stage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """How one module is laid over the devices, and in which order it runs."""
+
+    stages: int = 1
+    "Number of stages. Given `cuts`, the number of cuts plus one."
+    cuts: tuple[int, ...] = ()
+    "First layer of every stage but the first; empty: cut by the costs of the layers."
+    placement: tuple[int, ...] = ()
+    "Lane of every stage; empty: stage i on lane i."
+    replicas: tuple[int, ...] = (1,)
+    "Shares of the replicas: (1, 1) is two even ones, (2, 1) gives the first two thirds of the rows."
+    shards: tuple[int, ...] = (1,)
+    "Shares of the shard axis."
+    sharding: Sharding = "none"
+    "The SPMD program over the shard axis."
+    lane_shards: tuple[tuple[int, ...], ...] = ()
+    "Of searched programs, the shares of every lane's shard axis, one for a device alone; empty: `shards` on all."
+    recipes: tuple[str, ...] = ()
+    "Of every lane the name of its set of recipes (`plan/assemble/shard_programs.py`); empty: one unnamed set for all."
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    "A name of `schedule.families.FAMILIES`."
+    slices: tuple[int, ...] = ()
+    "Tokens of each slice; empty: sequences are not cut."
+    recompute: tuple[Recompute, ...] = ("none",)
+    "Of each stage, or one entry for all."
+    zero1: bool = False
+    "Split the optimizer state over the replicas."
+    inner: Inner = "replica"
+    "Who lies next to each other, in a host first: the replicas of a stage, or the stages of a pipeline."
+    devices: tuple[int, ...] = ()
+    "Device of every (lane, replica, shard), the last fastest; empty: by `inner`, from the first device on."
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.cuts) + 1 if self.cuts else self.stages
+
+    @property
+    def units(self) -> int:
+        """Microbatches, or slices of them: what a stage runs one by one."""
+        return self.microbatches * max(1, len(self.slices))
+
+    @property
+    def lane_of_stage(self) -> tuple[int, ...]:
+        return self.placement or tuple(range(self.stage_count))
+
+    @property
+    def lanes(self) -> int:
+        return max(self.lane_of_stage) + 1
+
+    @property
+    def device_count(self) -> int:
+        return len(self.replicas) * sum(len(self.shards_of(lane)) for lane in range(self.lanes))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some lane has a shard axis."""
+        return len(self.shards) > 1 or bool(self.lane_shards)
+
+    def shards_of(self, lane: int) -> tuple[int, ...]:
+        """Shares of the lane's shard axis."""
+        return self.lane_shards[lane] if self.lane_shards else self.shards
+
+    def sharding_of(self, lane: int) -> Sharding:
+        """The kind of program on the lane: none on devices alone."""
+        return self.sharding if len(self.shards_of(lane)) > 1 else "none"
+
+    def recipes_of(self, lane: int) -> str:
+        """The name of the lane's set of recipes; '' where it has none, or the unnamed one."""
+        return self.recipes[lane] if self.recipes and self.sharding_of(lane) == "searched" else ""
+
+    def sharding_key(self, lane: int) -> str:
+        """The lane's programs, as `Programs` know them."""
+        name = self.recipes_of(lane)
+        return f"searched/{name}" if name else self.sharding_of(lane)
+
+    def recompute_of(self, stage: int) -> Recompute:
+        return self.recompute[stage] if len(self.recompute) > 1 else self.recompute[0]
+
+    def lane_devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of every lane, in grid order (replica, shard)."""
+        replicas, shards, lanes = len(self.replicas), len(self.shards), self.lanes
+        sizes = [replicas * len(self.shards_of(lane)) for lane in range(lanes)]
+        if self.devices or self.lane_shards:
+            devices, stops = self.devices or tuple(range(sum(sizes))), tuple(itertools.accumulate(sizes))
+            return tuple(devices[stop - size : stop] for size, stop in zip(sizes, stops, strict=True))
+        size = replicas * shards
+        if self.inner == "replica":
+            return tuple(tuple(range(lane * size, (lane + 1) * size)) for lane in range(lanes))
+        return tuple(
+            tuple((replica * lanes + lane) * shards + shard for replica in range(replicas) for shard in range(shards))
+            for lane in range(lanes)
+        )
+
+    def on(self, devices: tuple[int, ...], inner: Inner) -> Decisions:
+        """These choices on other devices, laid out by `inner`; equal where the devices are the same."""
+        for order in ("replica", "stage"):
+            own = replace(self, devices=(), inner=order)
+            if devices == tuple(itertools.chain.from_iterable(own.lane_devices())):
+                return own
+        return replace(self, devices=devices, inner=inner if not devices else "replica")
+
+    def words(self, cuts: tuple[int, ...]) -> dict[str, str]:
+        """The choices as a plan file and `--fix` write them."""
+        words = {
+            "replicas": _shares(self.replicas),
+            "stages": str(self.stage_count),
+            "shards": ",".join(map(_shares, self.lane_shards)) or _shares(self.shards),
+            "sharding": self.sharding,
+            "microbatches": str(self.microbatches),
+            "schedule": self.schedule,
+            "recompute": ",".join(self.recompute),
+            "zero1": "true" if self.zero1 else "false",
+            "inner": self.inner,
+            "cuts": ",".join(map(str, cuts)),
+        }
+        if self.placement:
+            words["placement"] = ",".join(map(str, self.placement))
+        if self.slices:
+            words["slices"] = ",".join(map(str, self.slices))
+        if self.devices:
+            words["mapping"] = ",".join(map(str, self.devices))
+        return words
+
+
+def check_decisions(decisions: Decisions, job: Job, layers: int, devices: int) -> None:
+    """Raises PlanError for a choice that contradicts itself, the job, the model's layers or the cluster's devices."""
+    count = decisions.stage_count
+    _positive("stages", count)
+    _positive("microbatches", decisions.microbatches)
+    if count > layers:
+        raise PlanError("There are more stages than layers.", where="stages", seen=count, allowed=f"1 to {layers}")
+    if decisions.cuts and list(decisions.cuts) != sorted({*decisions.cuts} & {*range(1, layers)}):
+        raise PlanError(
+            "The cuts must rise, each within the layers.",
+            where="cuts",
+            seen=decisions.cuts,
+            allowed=f"rising numbers from 1 to {layers - 1}",
+        )
+    for name, shares in (("replicas", decisions.replicas), ("shards", decisions.shards)):
+        if not shares or any(share < 1 for share in shares):
+            raise PlanError("Shares are positive whole numbers.", where=name, seen=shares)
+    if len(decisions.lane_of_stage) != count or {*decisions.lane_of_stage} != {*range(decisions.lanes)}:
+        raise PlanError(
+            "The placement names a lane for every stage, and every lane holds a stage.",
+            where="placement",
+            seen=decisions.placement,
+            allowed=f"{count} lanes, numbered from 0 without gaps",
+        )
+    if len(decisions.recompute) not in (1, count):
+        raise PlanError("Give one recompute choice, or one per stage.", where="recompute", seen=decisions.recompute)
+    _check_lanes(decisions)
+    if (decisions.sharding == "none") != (len(decisions.shards) == 1):
+        raise PlanError(
+            "More than one shard needs a sharding, and a sharding more than one shard.",
+            where="sharding",
+            seen=f"shards {decisions.shards}, sharding {decisions.sharding}",
+            allowed="shards=2 with sharding=megatron, megatron-sp or searched",
+        )
+    _check_devices(decisions, devices)
+    _check_job(decisions, job)
+
+
+def _check_lanes(decisions: Decisions) -> None:
+    """Groups of several sizes are those of searched programs."""
+    own = decisions.lane_shards
+    if not own and not decisions.recipes:
+        return
+    shares = max(own or (decisions.shards,), key=len)
+    if decisions.sharding != "searched" or len({len(own), len(decisions.recipes)} | {decisions.lanes}) != 1:
+        raise PlanError(
+            "Groups with programs of their own give shares and recipes for every lane, and are searched.",
+            where="lane_shards, recipes",
+            seen=f"{len(own)} and {len(decisions.recipes)} for {decisions.lanes} lanes, sharding {decisions.sharding}",
+        )
+    if any(share < 1 for lane in own for share in lane) or decisions.shards != shares:
+        raise PlanError(
+            "Shares are positive whole numbers; `shards` are those of the largest group.",
+            where="lane_shards",
+            seen=own,
+            allowed=f"shards {shares}",
+        )
+
+
+def _check_devices(decisions: Decisions, devices: int) -> None:
+    needed = decisions.device_count
+    if needed > devices:
+        raise PlanError(
+            "The plan needs more devices than the cluster has.",
+            where="replicas x stages x shards",
+            seen=f"{len(decisions.replicas)} x {_sizes(decisions)} = {needed}",
+            allowed=f"at most {devices}",
+        )
+    chosen = decisions.devices
+    if chosen and (len(chosen) != needed or len({*chosen}) != needed or not all(0 <= d < devices for d in chosen)):
+        raise PlanError(
+            "The devices must be different ones of the cluster, one for each place.",
+            where="--fix mapping",
+            seen=chosen,
+            allowed=f"{needed} of 0 to {devices - 1}",
+        )
+
+
+def _check_job(decisions: Decisions, job: Job) -> None:
+    if job.batch % decisions.microbatches:
+        divisors = [d for d in range(1, job.batch + 1) if job.batch % d == 0]
+        near = sorted(divisors, key=lambda d: abs(d - decisions.microbatches))[:4]
+        raise PlanError(
+            "The batch cannot be cut into this many equal microbatches.",
+            where="microbatches",
+            seen=f"batch {job.batch}, microbatches {decisions.microbatches}",
+            allowed="a divisor of the batch, for example " + ", ".join(map(str, sorted(near))),
+        )
+    rows = job.batch // decisions.microbatches
+    if rows < len(decisions.replicas):
+        raise PlanError(
+            "A microbatch has fewer rows than there are replicas.",
+            where="microbatches",
+            seen=f"{rows} rows for {len(decisions.replicas)} replicas",
+            next_step="use fewer microbatches or replicas, or a larger batch",
+        )
+    if any(start == stop for start, stop in split(rows, decisions.replicas)):
+        raise PlanError(
+            "A replica would get no row of a microbatch.",
+            where="replicas",
+            seen=f"{rows} rows over shares {':'.join(map(str, decisions.replicas))}",
+            next_step="use fewer microbatches, or more even shares",
+        )
+    for shares in {decisions.shards, *decisions.lane_shards}:
+        check_cut(decisions.slices, job.sequence, shares, decisions.sharding, "slices")
+
+
+def _sizes(decisions: Decisions) -> str:
+    if decisions.lane_shards:
+        return "(" + " + ".join(str(len(shares)) for shares in decisions.lane_shards) + ")"
+    return f"{decisions.lanes} x {len(decisions.shards)}"
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise PlanError("A whole number above zero is needed.", where=name, seen=value)
+
+
+def _shares(shares: tuple[int, ...]) -> str:
+    """`4` for four even replicas, `2:1:1` for uneven ones."""
+    return str(len(shares)) if len({*shares}) == 1 else ":".join(map(str, shares))

@@ -1,0 +1,126 @@
+"""What every layer takes slice by slice: times without memory, for cutting sequences and for bounds of sliced
+candidates. A slice of a layer is worked out once, whatever the candidates that ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.comm.lowerings import shard_collective
+from pipefit.cost.comm.network import Network
+from pipefit.cost.compute.roofline import LayerCosts, Place, layer_seconds
+from pipefit.cost.pipeline.table import shard_rings, slice_places
+from pipefit.cost.static_memory import Precision
+from pipefit.cost.types import Array
+from pipefit.cost.work import StageWork
+from pipefit.layout import split
+from pipefit.model.graph import Graph
+from pipefit.plan.bounds.step_bounds import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRow:
+    """Every slice of every layer, on the slowest device of a group: seconds [slice, layer]."""
+
+    forward_s: Array
+    backward_s: Array
+    "Fused or in two parts, whichever is faster."
+
+    @property
+    def first_share(self) -> float:
+        """The least part of a layer's time that its first slice takes; layers that take none are left out."""
+        times = self.forward_s + self.backward_s
+        whole = times.sum(axis=0)
+        return float((times[0, whole > 0] / whole[whole > 0]).min(initial=1.0))
+
+
+class SliceRows:
+    """The slice rows of one network under one source of costs."""
+
+    def __init__(self, network: Network, layers: LayerCosts) -> None:
+        self.network, self.layers = network, layers
+        self._known: dict[object, tuple[Array, Array]] = {}
+        self._rows: dict[object, SliceRow] = {}
+        self._places: dict[int, tuple[StageWork, list[tuple[int, int, int]]]] = {}
+        "By the identity of a stage, which it keeps alive."
+        self._alike: dict[tuple[int, int], tuple[list[tuple[Graph, tuple[int, ...]]], Ints]] = {}
+
+    def row(self, stage: StageWork, slices: tuple[int, ...], precision: Precision) -> SliceRow:
+        """Of all layers of a stage, cut into these slices. Equal questions come with the same stage."""
+        key = (id(stage), slices, precision)
+        if key not in self._rows:
+            places = enumerate(slice_places(slices))
+            each = [self.slice(stage, tokens, past, precision, earlier) for earlier, (tokens, past) in places]
+            forward, backward = (np.stack(column) for column in zip(*each, strict=True))
+            self._rows[key] = SliceRow(forward, backward)
+        return self._rows[key]
+
+    def slice(
+        self, stage: StageWork, tokens: int, past: int, precision: Precision, earlier: int | None = None
+    ) -> tuple[Array, Array]:
+        """(forward, backward) seconds of every layer for `tokens` tokens behind `past` others, which came in `earlier`
+        slices (None: as many as have this length)."""
+        key = (id(stage), tokens, past, precision, earlier)
+        if key not in self._known:
+            if id(stage) not in self._places:
+                self._places[id(stage)] = (stage, _places(stage, self.network))
+            by_place = [
+                self._layers(stage, place, tokens, past, precision, earlier) for place in self._places[id(stage)][1]
+            ]
+            forward, backward = np.max(by_place, axis=0)
+            self._known[key] = forward, backward
+        return self._known[key]
+
+    def _layers(
+        self,
+        stage: StageWork,
+        at: tuple[int, int, int],
+        tokens: int,
+        past: int,
+        precision: Precision,
+        earlier: int | None,
+    ) -> Array:
+        """[forward or backward, layer]."""
+        device, rows, position = at
+        kind = self.network.kinds[device]
+        rings = shard_rings(stage) if stage.group.axis("shard").size > 1 else None
+        programs, index = self._programs(stage, position)
+        found = []
+        for graph, shares in programs:
+            start, stop = split(tokens, shares)[position]
+            place = Place(rows, tokens, past, stop - start, earlier)
+            collective = shard_collective(self.network, rings, shares) if rings else None
+            name = (rings, shares) if stage.shares else rings
+            times = layer_seconds(self.layers, graph, place, kind, precision, stage.recompute, collective, name)
+            found.append((times.forward_s, times.least_backward_s))
+        return np.array(found).T[:, index]
+
+    def _programs(self, stage: StageWork, position: int) -> tuple[list[tuple[Graph, tuple[int, ...]]], Ints]:
+        """(the distinct graphs of a stage at one position of its shard axis, each with its shares; of every layer,
+        which of them it runs)."""
+        key = (id(stage), position)
+        if key not in self._alike:
+            number: dict[int, int] = {}
+            programs: list[tuple[Graph, tuple[int, ...]]] = []
+            index = []
+            for layer, graphs in enumerate(stage.layers):
+                graph = graphs[min(position, len(graphs) - 1)]
+                if id(graph) not in number:
+                    number[id(graph)] = len(programs)
+                    programs.append((graph, stage.shares_of(layer)))
+                index.append(number[id(graph)])
+            self._alike[key] = programs, np.array(index)
+        return self._alike[key]
+
+
+def _places(stage: StageWork, network: Network) -> list[tuple[int, int, int]]:
+    """(device, rows, shard position), one for each combination of kind, rows and program."""
+    shards = stage.group.axis("shard")
+    found: dict[object, tuple[int, int, int]] = {}
+    for index, device in enumerate(stage.group.devices):
+        replica, position = divmod(index, shards.size)
+        place = stage.rows[replica], 0 if stage.shards_alike else position
+        found.setdefault((network.kinds[device].name, *place), (device, *place))
+    return list(found.values())

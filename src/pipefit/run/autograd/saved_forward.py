@@ -1,0 +1,98 @@
+"""What one forward leaves behind for its backward: the saved graph pieces, the deferred weight gradients, the past.
+
+One `Record` lives from F until B, or from F until W. A deferred weight gradient holds the input and the
+output-gradient of one linear layer and nothing else, and lets go of them as soon as W has used them
+(reference: zero bubble pipelines split the backward into input and weight gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from pipefit.run.stage_inputs import Feed
+
+
+class Deferred(NamedTuple):
+    """One weight gradient that W will compute: `accumulate(*tensors)` adds it to its buffer."""
+
+    layer: int
+    accumulate: Callable[..., None]
+    tensors: tuple[Any, ...]
+
+
+class Piece(NamedTuple):
+    """One stretch of layers: its input leaf and the places in the autograd graph where its backward starts.
+
+    `leaf` is None where the stretch starts from tokens. `roots` is empty for a stretch that is recomputed.
+    """
+
+    leaf: torch.Tensor | None
+    extras: dict[str, torch.Tensor]
+    roots: tuple[Any, ...]
+    "Gradient edges of the outputs, not the outputs: their storages may go. None where nothing flows back."
+    marks: list[tuple[int, Any]]
+    "(layer, autograd node that made this layer's input): where the layer's gradients are complete."
+
+
+class Record:
+    """The state of one (microbatch, slice) of one stage. Operators read it; only the stage program writes it."""
+
+    __slots__ = (
+        "__weakref__",
+        "cache",
+        "deferred",
+        "extras",
+        "feed",
+        "masks",
+        "microbatch",
+        "past",
+        "pieces",
+        "rows",
+        "slice",
+        "tokens",
+        "train",
+    )
+
+    def __init__(self, microbatch: int, slice_: int, feed: Feed, train: bool) -> None:
+        self.microbatch = microbatch
+        self.slice = slice_
+        self.feed = feed
+        self.train = train
+        self.rows = 0
+        self.tokens = 0
+        self.deferred: list[Deferred] | None = None
+        self.pieces: list[Piece] = []
+        self.cache: dict[Any, Any] = {}
+        self.masks: dict[Any, Any] = {}
+        self.extras: dict[str, torch.Tensor] = {}
+        self.past: Any = None
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the packed row that come into the sequence."""
+        return int(self.feed.data["image_places"].shape[1])
+
+    @property
+    def condition_tokens(self) -> int:
+        """Tokens that leave the sequence for a packed row."""
+        return int(self.feed.data["condition_places"].shape[1])
+
+    def finish_weights(self, layers: int, done: Callable[[int], None] | None) -> None:
+        """Run the deferred weight gradients, last layer first, letting go of each one's tensors at once.
+
+        `done(layer)` is called for every layer of the stage, in reverse order, when its gradients are complete.
+        """
+        queue = self.deferred
+        assert queue is not None, "W before I"
+        queue.reverse()
+        for layer in range(layers - 1, -1, -1):
+            while queue and queue[-1].layer == layer:
+                item = queue.pop()
+                item.accumulate(*item.tensors)
+            if done is not None:
+                done(layer)
+        assert not queue, "a deferred weight gradient out of layer order"
+        self.deferred = None

@@ -1,0 +1,1 @@
+"""Checkpoints under global names: pieces, manifest, storage, planner."""

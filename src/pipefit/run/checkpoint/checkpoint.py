@@ -1,0 +1,299 @@
+"""Checkpoints: saved under global names by any layout, loaded into any other; written aside, then renamed.
+
+Built on torch.distributed.checkpoint (its planning and its collectives) with planners and storage of our own:
+`checkpoint_pieces` what a rank holds, `checkpoint_planner` who writes and reads what, `checkpoint_storage` the files,
+`checkpoint_manifest` the JSON that makes a folder a checkpoint. Nothing is ever unpickled from a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pipefit.errors import CheckpointError, PipefitError
+from pipefit.run.checkpoint import files
+from pipefit.run.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_content,
+    check_sizes,
+    complete_checkpoints,
+    folder_name,
+    is_folder_name,
+    read_manifest,
+    survey,
+)
+from pipefit.run.checkpoint.pieces import Piece
+from pipefit.run.checkpoint.planner import PieceLoadPlanner, PieceSavePlanner
+from pipefit.run.checkpoint.storage import ManifestReader, ManifestWriter
+
+__all__ = ["PendingSave", "Piece", "latest", "load", "locate", "read_manifest", "save", "save_async"]
+
+T = TypeVar("T")
+
+
+def save(
+    directory: Path,
+    step: int,
+    pieces: Sequence[Piece],
+    extra: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Save a checkpoint of `step` below `directory` and return its folder. Every rank of `group` calls this.
+
+    The pieces of all ranks must together cover every tensor; where several ranks hold the same box, one writes it.
+    `extra` is plain JSON (rank 0's counts). `group` must be able to move CPU tensors (gloo); None is the default
+    group, or one process where there is none. `keep` deletes all but the newest `keep` checkpoints afterwards.
+    Raises CheckpointError on every rank if a file cannot be written; the earlier checkpoints are then untouched.
+    """
+    directory = Path(directory)
+    hidden, final, serial = _together(group, lambda: _next_folder(directory, step), from_rank_0=True)
+    writer = ManifestWriter(hidden, final, step=step, serial=serial, extra=extra)
+    planner = PieceSavePlanner(pieces)
+    _run_dcp("written", directory, group, lambda alone: dcp.save(
+        {}, storage_writer=writer, planner=planner, process_group=group, no_dist=alone
+    ))  # fmt: skip
+    if keep is not None and _rank(group) == 0:
+        _prune(directory, keep)
+    return final
+
+
+def save_async(
+    directory: Path,
+    step: int,
+    pieces: Sequence[Piece],
+    extra: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
+) -> PendingSave:
+    """Copy the pieces to CPU memory, then save in a thread. The tensors may change as soon as this returns.
+
+    `group` must be used by nothing else while the save is under way: give checkpoints a gloo group of their own.
+    """
+    copies = [
+        Piece(
+            name=piece.name, shape=piece.shape, box=piece.box, flat=piece.flat,
+            tensor=piece.tensor.detach().to("cpu", copy=True),
+        )
+        for piece in pieces
+    ]  # fmt: skip
+    frozen = json.loads(json.dumps(extra))
+    return PendingSave(lambda: save(directory, step, copies, frozen, group=group, keep=keep))
+
+
+class PendingSave:
+    """A save under way in a thread. The thread does not keep a process alive: wait for it before the process ends."""
+
+    def __init__(self, work: Callable[[], Path]) -> None:
+        self._result: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, once it is complete. Raises what the save raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _run(self, work: Callable[[], Path]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+
+def load(
+    checkpoint: Path,
+    pieces: Sequence[Piece],
+    *,
+    group: dist.ProcessGroup | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Fill the pieces' tensors in place from a checkpoint folder and return its `extra`. Every rank of `group` calls.
+
+    The layout may be another than the one that saved; dtypes are converted as `copy_` does. `verify` reads every file
+    once and compares its SHA-256 (the ranks share the files). Raises CheckpointError on every rank, before any tensor
+    is touched, if the folder is no checkpoint, is incomplete or damaged, or lacks a tensor or has it in another shape.
+    """
+    checkpoint = Path(checkpoint)
+    rank, size = _rank(group), _size(group)
+
+    def check() -> Manifest:
+        manifest = read_manifest(checkpoint)
+        check_sizes(checkpoint, manifest)
+        _check_pieces(checkpoint, manifest, pieces)
+        if verify:
+            check_content(checkpoint, manifest, rank, size)
+        return manifest
+
+    manifest = _together(group, check)
+    reader, planner = ManifestReader(checkpoint, manifest), PieceLoadPlanner(pieces)
+    _run_dcp("read", checkpoint, group, lambda alone: dcp.load(
+        {}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone
+    ))  # fmt: skip
+    return dict(manifest.extra)
+
+
+def latest(directory: Path) -> Path | None:
+    """The folder of the checkpoint that was completed last; None if there is none. Incomplete ones are passed over."""
+    found = complete_checkpoints(Path(directory))
+    return found[-1][0] if found else None
+
+
+def locate(path: Path) -> Path:
+    """The checkpoint that a user means: the folder itself, or the newest in it or in its folder `checkpoints`.
+
+    Raises CheckpointError if there is none, or if one that may be the newest is damaged: an older one is never taken
+    in its place unasked. What an interrupted save left is no checkpoint, and is passed over.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists() or (is_folder_name(path.name) and path.is_dir()):
+        return path
+    for directory in (path, path / "checkpoints"):
+        complete, damaged = survey(directory)
+        newest = complete[-1] if complete else None
+        for folder, serial, error in damaged:
+            if newest is None or serial is None or serial > newest[1].serial:
+                raise _newest_is_damaged(folder, error, newest[0] if newest else None)
+        if newest is not None:
+            return newest[0]
+    raise CheckpointError(
+        "There is no checkpoint here.",
+        where=str(path),
+        seen="no complete folder step-..." if path.is_dir() else "no such folder",
+        allowed="the folder of a run, or one of its folders step-...",
+        next_step="start without --resume, or name the folder of a run that saved a checkpoint",
+    )
+
+
+def _newest_is_damaged(folder: Path, error: CheckpointError, older: Path | None) -> CheckpointError:
+    return CheckpointError(
+        "The newest checkpoint is damaged, and no other is taken in its place unasked.",
+        where=error.where or str(folder),
+        seen=error.what + (f" {error.seen}" if error.seen is not None else ""),
+        allowed=error.allowed,
+        next_step="restore it, or start a new run"
+        if older is None
+        else f"restore it, or go back to an earlier one by name: --resume {older}",
+    )
+
+
+def _next_folder(directory: Path, step: int) -> tuple[Path, Path, int]:
+    """(hidden folder to write, final folder, serial number) of the next checkpoint. A checkpoint is never replaced."""
+    complete, damaged = survey(directory)
+    known = [manifest.serial for _, manifest in complete] + [serial or 0 for _, serial, _ in damaged]
+    serial = 1 + max(known, default=0)
+    copy = 1
+    while (directory / folder_name(step, copy)).exists():
+        copy += 1
+    name = folder_name(step, copy)
+    return directory / f".{name}.incomplete", directory / name, serial
+
+
+def _prune(directory: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what interrupted saves and deletions left."""
+    assert keep >= 1, "at least one checkpoint is kept"
+    try:
+        for folder, _ in complete_checkpoints(directory)[:-keep]:
+            doomed = directory / f".{folder.name}.deleted"
+            files.remove(doomed)
+            files.rename(folder, doomed)
+        for left in [*directory.glob(".step-*.deleted"), *directory.glob(".step-*.incomplete")]:
+            files.remove(left)
+    except OSError as error:
+        warnings.warn(f"an old checkpoint could not be deleted: {error}", stacklevel=3)
+
+
+def _check_pieces(checkpoint: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        if math.prod(piece.shape) == 0:
+            continue
+        stored = manifest.tensors.get(piece.name)
+        if stored is None:
+            near = difflib.get_close_matches(piece.name, manifest.tensors, n=2)
+            raise CheckpointError(
+                f"The checkpoint has no tensor {piece.name!r}: it is of another model or another optimizer.",
+                where=str(checkpoint),
+                seen=f"{len(manifest.tensors)} tensors" + (f", such as {', '.join(near)}" if near else ""),
+                next_step="resume with the plan's own model, or start a new run",
+            )
+        if stored.shape != piece.shape:
+            raise CheckpointError(
+                f"The tensor {piece.name!r} has another shape in the checkpoint: it is of another model.",
+                where=str(checkpoint),
+                seen=f"{list(stored.shape)} in the checkpoint",
+                allowed=f"{list(piece.shape)} in the model",
+                next_step="resume with the plan's own model, or start a new run",
+            )
+
+
+def _together(group: dist.ProcessGroup | None, work: Callable[[], T], from_rank_0: bool = False) -> T:
+    """`work()` on every rank; if it raises on one, every rank raises that one's error (an OSError told as ours).
+
+    `from_rank_0`: every rank returns what rank 0 found.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except OSError as problem:
+        error = CheckpointError("The checkpoint folder cannot be used.", where=str(problem))
+    except Exception as problem:
+        error = problem
+    if _size(group) > 1:
+        everyone: list[Any] = [None] * _size(group)
+        dist.all_gather_object(everyone, (result if from_rank_0 else None, error), group=group)
+        error = error or next((other for _, other in everyone if other is not None), None)
+        result = everyone[0][0] if from_rank_0 else result
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _run_dcp(what: str, where: Path, group: dist.ProcessGroup | None, work: Callable[[bool], Any]) -> None:
+    """`work(alone)`, with DCP's collected exceptions told as one: ours as they are, the disk's as CheckpointError."""
+    alone = _size(group) == 1
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            work(alone)
+    except CheckpointException as collected:
+        rank, (error, _) = min(collected.failures.items(), key=lambda entry: entry[0])
+        if isinstance(error, PipefitError):
+            raise error from None
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"The checkpoint could not be {what}.",
+                where=f"{where}, rank {rank}",
+                seen=error,
+                next_step="check the disk's room and permissions; earlier checkpoints are as they were",
+            ) from None
+        raise error from collected
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1

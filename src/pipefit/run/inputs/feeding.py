@@ -1,0 +1,191 @@
+"""What a run feeds its worker step by step: text from a corpus, or the rows of a user's data set.
+
+Both are functions of (plan, step): every rank makes its own feeds. What the loss is divided by is known of text; of a
+data set the ranks that have the labels count them, and one sum over all ranks, on the CPU and in front of the step,
+tells everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from pipefit.data.feed_arrays import RowReader
+from pipefit.data.rows import Rows
+from pipefit.data.samples import HELD_OUT, Samples
+from pipefit.data.stepplan import StepPlan, batch_shape, evaluation_batches, evaluation_plan, step_plan
+from pipefit.model.capture.counted import counted
+from pipefit.model.graph import Model, Tensor
+from pipefit.plan.types import Plan
+from pipefit.run.inputs.feeds import make_feeds, place_of_device
+from pipefit.run.inputs.label_count import LabelCount
+from pipefit.run.stage_inputs import Feed
+from pipefit.run.transfers.packed import Counts
+from pipefit.run.worker.worker import Divisors, last_stage
+
+
+class Fed(NamedTuple):
+    """One step, or one batch of an evaluation, as `Worker.step` and `Worker.evaluate` take it."""
+
+    feeds: Any
+    "[microbatch][slice] of all stages of the device, or those by stage."
+    divisor: Divisors
+    counts: Counts | None = None
+
+
+class Feeding(Protocol):
+    """The data of a run as one device takes it."""
+
+    rows: Rows
+    digest: str
+
+    def step(self, step: int) -> Fed:
+        """The feeds of a training step, and what its loss is divided by."""
+        ...
+
+    @property
+    def evaluations(self) -> int:
+        """How many batches an evaluation has."""
+        ...
+
+    def evaluation(self, index: int) -> Fed:
+        """The feeds of one batch of an evaluation, and what its loss is divided by."""
+        ...
+
+    def close(self) -> None:
+        """No step is asked for any more."""
+        ...
+
+
+class Text(RowReader, Protocol):
+    """Rows of tokens: a Corpus, or what stands for one."""
+
+    rows: Rows
+    digest: str
+
+
+class TextFeeding:
+    """Rows of tokens."""
+
+    def __init__(self, plan: Plan, corpus: Text, device: int, torch_device: torch.device) -> None:
+        self._plan, self._corpus, self._device, self._torch_device = plan, corpus, device, torch_device
+        self._shape = batch_shape(plan)
+        self.rows, self.digest = corpus.rows, corpus.digest
+        self.rows.require_batch(plan.job.batch)
+
+    def step(self, step: int) -> Fed:
+        batch = step_plan(self._shape, self.rows, step)
+        return Fed(make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
+
+    @property
+    def evaluations(self) -> int:
+        return evaluation_batches(self._shape, self.rows)
+
+    def evaluation(self, index: int) -> Fed:
+        batch = evaluation_plan(self._shape, self.rows, index)
+        return Fed(make_feeds(self._plan, self._device, self._corpus, batch, self._torch_device), batch.divisor)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SampleFeeding:
+    """Rows of a user's data set. A device reads only what its stages ask for: one in the middle reads no row at all."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        samples: Samples,
+        fed: Mapping[str, Tensor],
+        device: int,
+        torch_device: torch.device,
+        total: Callable[[int], int],
+    ) -> None:
+        """`fed`: what every input is in the graphs, by the user's names; `total` adds a number up over all ranks."""
+        self._plan, self._samples, self._torch_device, self._total = plan, samples, torch_device, total
+        self._dtype = getattr(torch, plan.job.precision)
+        self._stage, self._replica = place_of_device(plan, device)
+        self._shape = batch_shape(plan)
+        self.rows = replace(samples.rows, sequence=plan.job.sequence, last_labels=plan.job.sequence)
+        self.digest = samples.digest
+        self._counted = counted(model)
+        group = plan.groups[plan.stages[last_stage(plan)].group].group()
+        own = device in group.devices and group.position(device, "shard") == 0
+        self._labels = LabelCount(self._counted) if own and self._counted.labels is not None else None
+        wanted = _inputs_of(plan, model, device)
+        if self._labels is not None and self._counted.labels is not None:
+            wanted |= {tensor.name for tensor in self._counted.labels.inputs}
+        self._fed = {name: tensor for name, tensor in fed.items() if tensor.name in wanted}
+
+    def step(self, step: int) -> Fed:
+        batch = step_plan(self._shape, self.rows, step)
+        return Fed(*self._feeds(batch, step))
+
+    @property
+    def evaluations(self) -> int:
+        return self.rows.held_out // self._plan.job.batch
+
+    def evaluation(self, index: int) -> Fed:
+        return Fed(*self._feeds(evaluation_plan(self._shape, self.rows, index), HELD_OUT))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _feeds(self, batch: StepPlan, step: int) -> tuple[list[list[Feed]], int]:
+        feeds = [self._feed(batch, microbatch, step) for microbatch in range(self._plan.order.microbatches)]
+        if self._counted.per_row:
+            count = self._counted.per_row * self._plan.job.batch
+        else:
+            count = self._total(0 if self._labels is None else sum(map(self._labels, feeds)))
+        return [[self._moved(feed)] for feed in feeds], max(1, count)
+
+    def _feed(self, batch: StepPlan, microbatch: int, step: int) -> Feed:
+        """On the CPU."""
+        start, stop = batch.run(self._stage, microbatch, self._replica)
+        arrays = self._samples.take(batch.rows[start:stop], list(self._fed), self._plan.job.seed, step)
+        feed = Feed(rows=torch.arange(start, stop), step=max(0, step))
+        data = {}
+        for name, tensor in self._fed.items():
+            value = torch.from_numpy(np.ascontiguousarray(arrays[name]))
+            value = value.to(self._dtype) if value.is_floating_point() else value
+            if tensor.role == "data":
+                data[tensor.name] = value
+            else:
+                setattr(feed, tensor.role, value)
+        feed.data = data
+        return feed
+
+    def _moved(self, feed: Feed) -> Feed:
+        """On the device, copied without waiting."""
+        if self._torch_device.type == "cpu":
+            return feed
+
+        def move(value: torch.Tensor | None) -> Any:
+            return None if value is None else value.pin_memory().to(self._torch_device, non_blocking=True)
+
+        return replace(
+            feed,
+            tokens=move(feed.tokens),
+            positions=move(feed.positions),
+            labels=move(feed.labels),
+            rows=move(feed.rows),
+            data={name: move(value) for name, value in feed.data.items()},
+        )
+
+
+def _inputs_of(plan: Plan, model: Model, device: int) -> set[str]:
+    """The names of the inputs that the stages of a device read."""
+    modules = {module.name: module for module in model.modules}
+    return {
+        tensor.name
+        for stage in plan.stages
+        if device in plan.groups[stage.group].devices
+        for layer in modules[stage.module].layers[slice(*stage.layers)]
+        for tensor in model.layer_graph(layer).inputs
+        if tensor.role != "activation"
+    }

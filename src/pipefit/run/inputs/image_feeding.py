@@ -1,0 +1,196 @@
+"""Feeding a multimodal model: samples of an index, every stage with what its own module's space needs.
+
+Which samples a step has, their order, and how many tokens each has follow from metadata, so all ranks agree without
+talking; arrays come from `data.preparation`, in this process or made ahead by workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipefit.data.multimodal.broken import Broken, OnBroken, merged
+from pipefit.data.multimodal.feeds import Arrays
+from pipefit.data.multimodal.fits import check_index, data_inputs
+from pipefit.data.multimodal.images import versions
+from pipefit.data.multimodal.sample_rows import LATENTS, PATCHES, SampleRows
+from pipefit.data.preparation.ahead import Ahead, Place, PreparedStep, Recipe, Together
+from pipefit.data.preparation.cores import takes_decoded
+from pipefit.data.preparation.start import Workers, start_pool
+from pipefit.data.sources import STDLIB
+from pipefit.data.stepplan import batch_shape
+from pipefit.errors import DataError
+from pipefit.model.graph import Model
+from pipefit.plan.types import Plan
+from pipefit.run.config import TrainConfig
+from pipefit.run.inputs.feeding import Fed
+from pipefit.run.stage_inputs import Feed
+
+ROLES = ("tokens", "positions", "labels", "documents", "rows")
+"""Arrays that a feed has fields for; all others are inputs by name."""
+
+
+def is_multimodal(model: Model) -> bool:
+    """Whether the model has modules in packed spaces."""
+    return any(module.space in (PATCHES, LATENTS) for module in model.modules)
+
+
+def open_images(
+    plan: Plan,
+    model: Model,
+    config: TrainConfig,
+    device: int,
+    torch_device: torch.device,
+    together: Together = merged,
+) -> ImageFeeding:
+    """The samples that a run was given; `together`: see `Ahead`. Raises DataError where `--data` names no index."""
+    if len(config.data) != 1 or config.data == (STDLIB,):
+        raise DataError(
+            "A multimodal model is fed from an index of samples.",
+            where="--data",
+            seen=", ".join(config.data),
+            allowed="the folder of one index",
+            next_step="make it: pipefit data MANIFEST -o FOLDER",
+        )
+    recipe = Recipe(
+        index=str(Path(config.data[0]).absolute()),  # workers elsewhere stand in other folders
+        shape=batch_shape(plan),
+        held_out=config.held_out,
+        pack=config.pack,
+        on_long=config.on_long,
+    )
+    return ImageFeeding(
+        plan, model, recipe, device, torch_device, workers=config.workers, prepare=config.prepare, steps=config.steps,
+        on_broken=config.on_broken, together=together,
+    )  # fmt: skip
+
+
+class ImageFeeding:
+    """The samples of an index as one device takes them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        recipe: Recipe,
+        device: int,
+        torch_device: torch.device,
+        *,
+        workers: int = 0,
+        prepare: Workers = "processes",
+        steps: int | None = None,
+        on_broken: OnBroken = "fail",
+        together: Together = merged,
+    ) -> None:
+        """`workers` of the kind `prepare` make the next steps ahead; 0: each is made here, when it is asked for.
+        `steps` of the whole run; `on_broken`, `together`: see `Ahead`. Raises DataError where the index is none, or not
+        one for this model."""
+        self._plan, self._torch_device = plan, torch_device
+        spaces = {module.name: module.space for module in model.modules}
+        places = []
+        for number, stage in enumerate(plan.stages):
+            group = plan.groups[stage.group].group()
+            if device in group.devices:
+                replica = group.position(device, "replica")
+                places.append(Place(number, stage.space, replica, takes_decoded(model, stage)))
+        self._ahead = Ahead(recipe, tuple(places), None, stop=steps, on_broken=on_broken, together=together)
+        index = self._ahead.source.index
+        check_index(model, index, self._ahead.source.rows)
+        self._losses = {name: space for name, space in spaces.items() if space != PATCHES}
+        self._inputs = {module.name: _inputs(model, module.layers) for module in model.modules}
+        self.rows = self._ahead.source.rows
+        self.rows.require_batch(plan.job.batch)
+        self.digest = f"{index.summary.digest}/{recipe.pack}/{recipe.on_long}"
+        told = replace(recipe, digest=index.summary.digest, versions=versions())
+        self._pool = start_pool(told, workers, prepare)
+        self._ahead.prepare_by(self._pool)
+
+    def step(self, step: int) -> Fed:
+        """The feeds of a training step by stage, divisors by module, counts by space."""
+        return self._fed(self._ahead.take(step), step)
+
+    @property
+    def evaluations(self) -> int:
+        """How many batches hold all held-out rows."""
+        return -(-self.rows.held_out // self._plan.job.batch)
+
+    def evaluation(self, index: int) -> Fed:
+        """The feeds of one batch of an evaluation by stage."""
+        return self._fed(self._ahead.evaluation(index), index)
+
+    @property
+    def left_out(self) -> list[int]:
+        """Samples that the run goes on without, by their numbers in the index: the same on all devices."""
+        return sorted(self._ahead.left_out)
+
+    def leave_out(self, samples: Collection[int]) -> None:
+        """Go on without these samples, as before the checkpoint."""
+        self._ahead.leave_out(samples)
+
+    def newly_broken(self) -> list[Broken]:
+        """The images, of all devices, that samples were left out for since this was asked last."""
+        found, self._ahead.found = self._ahead.found, []
+        return found
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _fed(self, prepared: PreparedStep, step: int) -> Fed:
+        feeds: dict[int, list[list[Feed]]] = {}
+        for (stage, _), arrays in sorted(prepared.feeds.items(), key=lambda item: item[0]):
+            feeds.setdefault(stage, []).append([self._feed(stage, arrays, step)])
+        divisors = {name: prepared.plan.divisors[space] for name, space in self._losses.items()}
+        counts = {space: each.tolist() for space, each in prepared.plan.counts.items()}
+        return Fed(feeds, divisors, {**counts, **prepared.plan.images})
+
+    def _feed(self, stage: int, arrays: Arrays, step: int) -> Feed:
+        """On the device; floating inputs in the type that the graphs ask for."""
+        job, known = self._plan.job, self._inputs[self._plan.stages[stage].module]
+        packed = "tokens" not in arrays.arrays
+        found = {
+            name: _moved(array, known.get(name), job.precision, self._torch_device)
+            for name, array in arrays.arrays.items()
+            if name in known or name == "rows" or (name == "documents" and (packed or job.documents == "apart"))
+        }
+        feed = Feed(step=step, data={name: tensor for name, tensor in found.items() if name not in ROLES})
+        for name in ROLES:
+            setattr(feed, name, found.get(name))
+        if packed:
+            feed.image_lengths = arrays.image_lengths
+        elif job.documents == "apart":
+            documents = arrays.arrays["documents"]
+            some = documents.size > 0
+            feed.document_bounds = (int(documents[:, 0].min()), int(documents[:, -1].max())) if some else (0, 0)
+        return feed
+
+
+def mean_sizes(rows: SampleRows, batch: int) -> dict[str, dict[str, int]]:
+    """Packed space -> the symbols of its graphs in an average step: tokens, and the sum of images' tokens squared."""
+    return {
+        space: {
+            "B": 1,
+            "T": round(float(rows.counts[space].mean()) * batch),
+            "squares": round(float(rows.squares[space].mean()) * batch),
+        }
+        for space in (PATCHES, LATENTS)
+    }
+
+
+def _inputs(model: Model, layers: Iterable[Any]) -> dict[str, str]:
+    """Input of a module's layers -> its number type in the graphs."""
+    return {name: tensor.dtype for name, tensor in data_inputs(model, layers).items()}
+
+
+def _moved(array: Any, kind: str | None, precision: str, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if tensor.is_floating_point():
+        own: torch.dtype = getattr(torch, precision)
+        tensor = tensor.to(torch.promote_types(own, torch.float32) if kind == "float32" else own)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,35 @@
+"""Counting the labels of a feed that a captured loss counts, as the model itself sees them."""
+
+from __future__ import annotations
+
+import torch
+
+from pipefit.model.capture.counted import Counted
+from pipefit.run.autograd.saved_forward import Record
+from pipefit.run.ops import Context
+from pipefit.run.stage.compile import compile_layer
+from pipefit.run.stage_inputs import Feed
+
+
+class LabelCount:
+    """feed (on the CPU) -> how many of its labels are not the one that is ignored."""
+
+    def __init__(self, counted: Counted) -> None:
+        graph = counted.labels
+        assert graph is not None, "labels that nobody counts"
+        self._ignored = counted.ignore_index
+        contexts = [
+            Context(
+                graph=graph, layer=0, model_layer=0, operator=index, dtype=torch.float32, device=torch.device("cpu"),
+                seed=0, slices=1,
+            )
+            for index in range(len(graph.operators))
+        ]  # fmt: skip
+        self._function = compile_layer(graph, {}, contexts)
+
+    @torch.no_grad()
+    def __call__(self, feed: Feed) -> int:
+        record = Record(0, 0, feed, train=False)
+        assert feed.rows is not None
+        record.rows = len(feed.rows)
+        return int((self._function.call(record, None) != self._ignored).sum())

@@ -1,0 +1,138 @@
+"""Random samples for a multimodal plan, with as many tokens as the plan's own sampled batch: what `verify` feeds ranks.
+
+Every sample has one image of one row of patches in each packed space where its count is above zero; where the plan
+knows its samples' images, as many of those.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+
+from pipefit.data.rows import Rows
+from pipefit.data.stepplan import batch_shape
+from pipefit.errors import PlanError
+from pipefit.model.graph import Model, Tensor, size_value
+from pipefit.plan.assemble.image_split import image_runs
+from pipefit.plan.assemble.packed_rows import CONDITIONS
+from pipefit.plan.types import Plan
+from pipefit.run.inputs.feeding import Fed
+from pipefit.run.stage_inputs import Feed
+
+PLACES = {"image_places": CONDITIONS["I"], "condition_places": CONDITIONS["L"]}
+"""Input that says where tokens of a packed space stand in the sequences -> that space."""
+
+
+class RandomImages:
+    """The same random step, whatever its number."""
+
+    digest = "random"
+
+    def __init__(self, plan: Plan, model: Model, vocabulary: int, device: int, torch_device: torch.device) -> None:
+        """Raises PlanError for a plan that says of a packed space no sample's tokens."""
+        self._plan, self._vocabulary, self._torch_device = plan, vocabulary, torch_device
+        self._dtype: torch.dtype = getattr(torch, plan.job.precision)
+        batch, tokens = plan.job.batch, plan.job.sequence
+        self.rows = Rows(count=2 * batch, sequence=tokens, last_labels=tokens, held_out=batch)
+        spaces = [space for space in plan.spaces if not space.tokens]
+        self._images = {
+            space.name: list(space.images) or [(count,) if count else () for count in space.counts] for space in spaces
+        }
+        for name, counts in self._images.items():
+            if len(counts) != batch:
+                raise PlanError(
+                    "The plan does not say how many tokens its samples have, so nobody can say what they need.",
+                    where=f"spaces ({name}).counts",
+                    seen=f"{len(counts)} numbers",
+                    allowed=f"one for each of the {batch} samples of a batch",
+                    next_step="plan with the data: pipefit plan --data INDEX",
+                )
+        self._inputs = {module.name: _inputs(model, module.layers) for module in model.modules}
+        self._losses = [module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss]
+        generator = torch.Generator().manual_seed(plan.job.seed)
+        shape, self._feeds = batch_shape(plan), dict[int, list[Feed]]()
+        for number, stage in enumerate(plan.stages):
+            group = plan.groups[stage.group].group()
+            if device in group.devices:
+                replica = group.position(device, "replica")
+                for microbatch in shape.units(number):
+                    places = range(*shape.run(number, microbatch, replica))
+                    images = (
+                        [*chain.from_iterable(self._images[stage.space][place] for place in places)]
+                        if (stage.space in self._images)
+                        else []
+                    )
+                    if shape.divides_images(number):
+                        images = images[slice(*image_runs(images, shape.shares[number])[replica])]
+                    feed = self._feed(number, places, images, generator)
+                    self._feeds.setdefault(number, []).append([feed])
+
+    def step(self, step: int) -> Fed:
+        """The feeds by stage."""
+        return Fed(self._feeds, dict.fromkeys(self._losses, 1), self._images)
+
+    @property
+    def evaluations(self) -> int:
+        """One batch."""
+        return 1
+
+    def evaluation(self, index: int) -> Fed:
+        """The same batch, for an evaluation."""
+        return self.step(index)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _feed(self, stage: int, places: range, counts: list[int], generator: torch.Generator) -> Feed:
+        """What a stage reads of the samples at these places of the batch, with so many tokens in each of its images."""
+        one, job = self._plan.stages[stage], self._plan.job
+        feed, data = Feed(), dict[str, torch.Tensor]()
+        sizes = {"B": 1, "T": sum(counts)} if one.space in self._images else {"B": len(places), "T": job.sequence}
+        if one.space in self._images:
+            feed.image_lengths = tuple(counts)
+        for name, tensor in self._inputs[one.module].items():
+            if name in PLACES:
+                value = self._places(PLACES[name], places)
+            elif name == "grid":
+                value = torch.tensor(
+                    [[0, i, 1, count] for count in counts for i in range(count)], dtype=torch.int64
+                ).view(1, -1, 4)
+            elif name == "documents" and counts:
+                starts = [sum(counts[:i]) for i, count in enumerate(counts) for _ in range(count)]
+                value = torch.tensor(starts, dtype=torch.int64).view(1, -1)
+            elif name == "positions":
+                value = torch.arange(job.sequence).expand(len(places), -1).contiguous()
+            else:
+                value = self._random(tensor, sizes, generator)
+            if tensor.role == "data":
+                data[name] = value.to(self._torch_device)
+            else:
+                setattr(feed, tensor.role, value.to(self._torch_device))
+        feed.data = data
+        return feed
+
+    def _places(self, space: str, places: range) -> torch.Tensor:
+        """Tokens at the beginning of every row."""
+        images, tokens = self._images[space], self._plan.job.sequence
+        found = [row * tokens + i for row, place in enumerate(places) for i in range(sum(images[place]))]
+        return torch.tensor(found, dtype=torch.int64).view(1, -1)
+
+    def _random(self, tensor: Tensor, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
+        shape = [size_value(size, sizes) for size in tensor.shape]
+        if tensor.dtype == "int64":
+            return torch.randint(0, self._vocabulary, shape, generator=generator)
+        if tensor.dtype == "uint8":
+            return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        wide = torch.promote_types(self._dtype, torch.float32) if tensor.dtype == "float32" else self._dtype
+        return torch.randn(shape, generator=generator).to(wide)
+
+
+def _inputs(model: Model, layers: Any) -> dict[str, Tensor]:
+    return {
+        tensor.name: tensor
+        for layer in layers
+        for tensor in model.layer_graph(layer).inputs
+        if tensor.role != "activation"
+    }

@@ -1,0 +1,158 @@
+"""The ranks of a run finding each other: store, process group, device, heartbeat; and sharing what one of them made."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import PipefitError, RunError
+from pipefit.run.session.faults import Monitor, as_record, compare_ranks
+from pipefit.run.transfers.comms import backend_for
+
+T = TypeVar("T")
+
+_SHARED = "pipefit/shared/{}"
+_PREPARE_S = 6 * 3600.0
+"""How long ranks wait for what another prepares: tokenising a large corpus takes hours."""
+
+
+class World:
+    """This rank among all of a run. One process alone needs no store and no process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.device = device
+        self.store: Any = None
+        self.monitor: Monitor | None = None
+        self.cpu_group: Any = None
+        "A gloo group of all ranks for CPU tensors and objects; None is the default group (or one process alone)."
+
+    def connect(self) -> None:
+        """Open the rendezvous store (torchrun's environment variables)."""
+        if self.size > 1:
+            self.store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=300))))
+
+    def start(self, timeout_s: float, transfer_timeout_s: float) -> None:
+        """Make the process group and start the heartbeat."""
+        if self.size == 1:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            backend_for(self.device),
+            store=dist.PrefixStore("pipefit/group", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=transfer_timeout_s),
+        )
+        if self.device.type == "cuda":
+            self.cpu_group = dist.new_group(backend="gloo")
+        self.monitor = Monitor(self.store.clone(), self.rank, self.size, timeout_s)
+        self.monitor.start()
+
+    def own_group(self) -> Any:
+        """A gloo group of all ranks for one thread's own use; None for one process alone. All ranks call together."""
+        return dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def from_rank_0(self, name: str, make: Callable[[], str]) -> str:
+        """The text that rank 0 made; every rank raises rank 0's PipefitError if it could not."""
+        return self._shared(name, self.rank == 0, make)
+
+    def first_here(self, work: Callable[[], object]) -> None:
+        """Do something once per host, while the host's other ranks wait for it."""
+        host = self.rank - self.local_rank
+        self._shared(f"host/{host}", self.local_rank == 0, lambda: str(bool(work() or True)))
+
+    def agree(self, name: str, text: str, differ: Callable[[list[int], str], PipefitError]) -> None:
+        """Every rank must have the same text as rank 0, or all raise `differ(ranks, what was seen on both sides)`."""
+        if self.size == 1:
+            return
+
+        def judge(texts: list[str]) -> PipefitError | None:
+            odd = [rank for rank, other in enumerate(texts) if other != texts[0]]
+            return differ(odd, f"{texts[odd[0]]} on rank {odd[0]}, {texts[0]} on rank 0") if odd else None
+
+        compare_ranks(self.store, name, self.rank, self.size, text, _PREPARE_S, judge)
+
+    def total(self, number: int) -> int:
+        """The sum of everybody's number, on the CPU. All ranks call together."""
+        if self.size == 1:
+            return number
+        added = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(added, group=self.cpu_group)
+        return int(added)
+
+    def together(self, mine: Sequence[T]) -> list[T]:
+        """Everybody's things in the order of ranks; next to free where nobody has any. All ranks call together."""
+        if not self.total(len(mine)):
+            return []
+        if self.size == 1:
+            return list(mine)
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, list(mine), group=self.cpu_group)
+        return [each for of_rank in everyone for each in of_rank]
+
+    def stop(self) -> None:
+        """Leave: the heartbeat ends as meant, the process group is given up."""
+        if self.monitor is not None:
+            self.monitor.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _shared(self, name: str, mine: bool, make: Callable[[], str]) -> str:
+        if self.size == 1:
+            return make()
+        key = _SHARED.format(name)
+        if mine:
+            try:
+                self.store.set(key, json.dumps({"good": make()}))
+            except PipefitError as error:
+                self.store.set(key, json.dumps({"bad": as_record(error)}))
+                raise
+            except BaseException as error:
+                self.store.set(key, json.dumps({"bad": {"what": f"Rank {self.rank} failed: {error!r}"}}))
+                raise
+        self.store.wait([key], timedelta(seconds=_PREPARE_S))
+        answer = json.loads(self.store.get(key).decode())
+        if "bad" in answer:
+            raise RunError(answer["bad"].pop("what"), **answer["bad"])
+        return str(answer["good"])
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this rank: its GPU where there are some, else the CPU. RunError if CUDA is asked for in vain."""
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise RunError(
+                "There are more ranks on this host than GPUs.",
+                where=f"local rank {local_rank}",
+                seen=f"{count} GPUs",
+                next_step="start fewer ranks per host, or use --device cpu",
+            )
+        return torch.device("cuda", local_rank)
+    if wanted == "cuda":
+        raise RunError("No CUDA device can be used here.", where="--device", seen="cuda", allowed="cpu, auto")
+    return torch.device("cpu")
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_id() -> str:
+    """A name for a rendezvous that no other run uses."""
+    return f"pipefit-{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,88 @@
+"""Whether the cluster and the model that a plan was made for still are what they were, looked at before a run starts.
+
+Clusters of this machine (`local:N`) are not compared: their figures are guesses that follow the clock and the memory
+limit of the moment, and a plan for N processes runs wherever N processes can be started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipefit import codec
+from pipefit.cluster import LOCAL, Cluster, looks_like_spec, open_cluster
+from pipefit.errors import StalePlanError
+from pipefit.model.graph import Model
+from pipefit.model.registry import Described, builtin_names, resolve
+from pipefit.plan.check.rules import check_fresh
+from pipefit.plan.types import Plan
+
+
+def check_cluster(plan: Plan, plan_file: str | Path, named: str = "") -> Cluster | None:
+    """The cluster that stands now, if it is the one of the plan; None where there is nothing to compare.
+
+    `named` is what the user gives instead of the plan's own name for it. Looked for are that name, and a file of that
+    name beside the plan. Raises StalePlanError where the cluster changed, or its file is not to be found;
+    FormatError or ClusterError where it cannot be read.
+    """
+    text = named or plan.cluster
+    if not text or not plan.hashes.cluster:
+        return None
+    if text.startswith(LOCAL):
+        return open_cluster(text)
+    if not looks_like_spec(text) and not Path(text).exists():
+        beside = Path(plan_file).parent / Path(text).name
+        if named or not beside.exists():
+            raise StalePlanError(
+                "The cluster file of the plan is not here, so nobody can say whether it is still the same cluster.",
+                where="--cluster" if named else "cluster",
+                seen=text if named else f"{text}, and no {Path(text).name} beside the plan",
+                next_step="pass the file with --cluster FILE, or put it beside the plan, or make the plan again",
+            )
+        text = str(beside)
+    cluster = open_cluster(text)
+    check_fresh(plan, cluster=cluster)
+    return cluster
+
+
+def check_model(plan: Plan, weights: str = "") -> None:
+    """The model's own directory or file, and the config.json of the weights, must describe the model of the plan.
+
+    What is not on this host is not looked at: the plan has all that the model needs. Raises StalePlanError naming the
+    fields that differ; ModelError or FormatError where a configuration cannot be read.
+    """
+    path = Path(plan.model.name)
+    if plan.model.name not in builtin_names() and (path.is_file() or (path / "config.json").is_file()):
+        _compare(plan, resolve(plan.model.name), "The plan is stale: the model changed since it was made.", str(path))
+    if weights and (Path(weights) / "config.json").is_file():
+        _compare(plan, resolve(weights), "The weights are of another model than the plan.", f"--weights {weights}")
+
+
+def captured_model(plan: Plan) -> Model:
+    """The plan's model, captured here and now. Raises StalePlanError if it is not the one that was planned for."""
+    from pipefit.model.capture.layers import capture
+
+    model = capture(plan.model.family, plan.model.config)
+    if plan.hashes.model and model.hash != plan.hashes.model:
+        raise StalePlanError(
+            "The plan was made for another form of this model.",
+            where=f"model {plan.model.name!r}",
+            seen=f"{model.hash} here, {plan.hashes.model} in the plan",
+            next_step="make the plan again with this version",
+        )
+    return model
+
+
+def _compare(plan: Plan, found: Described, what: str, where: str) -> None:
+    then: Mapping[str, Any] = {"family": plan.model.family, **codec.to_data(plan.model.config)}
+    now: Mapping[str, Any] = {"family": found.family, **codec.to_data(found.config)}
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if names:
+        raise StalePlanError(
+            what,
+            where=where,
+            seen=", ".join(f"{name} {now.get(name)}" for name in names[:4]),
+            allowed=", ".join(f"{name} {then.get(name)}" for name in names[:4]) + ", as in the plan",
+            next_step="make the plan again with `pipefit plan`, or give the model that it was made for",
+        )

@@ -1,0 +1,1 @@
+"""The stage program of one device: parameters, compiled forward, recomputation, memory audit."""

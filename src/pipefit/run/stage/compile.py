@@ -1,0 +1,265 @@
+"""From an operator graph to one Python function: the steps called in order on local variables.
+
+The text of the function is written once per layer and compiled by Python itself: no dictionary lookups, no loop over
+operators, every value dropped after its last use. `source` of the result is that text, for a person to read:
+
+    def layer(record, x):
+        positions = record.feed.positions
+        n = op0(x, p0)
+        q = op1(record, n, p1, None)
+        ...
+
+Under selective recomputation, and where regions are compiled, pointwise operators stand in functions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipefit.model.analysis.regions import Region, arrange
+from pipefit.model.analysis.saved import effective_recompute, kept
+from pipefit.model.graph import Graph
+from pipefit.model.ops import KINDS
+from pipefit.run.autograd.regions import recall, run_region
+from pipefit.run.ops import Context, Step, build_step
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFunction:
+    """One layer, ready to run: `call(record, x)` where x is the hidden state, or None for a layer without one."""
+
+    call: Callable[..., Any]
+    source: str
+    extra_inputs: tuple[str, ...]
+    "Activations beside the hidden state, read from `record.extras`."
+    extra_outputs: tuple[str, ...]
+    "Outputs beside the first, written to `record.extras`."
+    returns_loss: bool
+
+
+def compile_layer(
+    graph: Graph,
+    parameters: Mapping[str, torch.nn.Parameter],
+    contexts: Sequence[Context],
+    recompute: Any = "none",
+    backend: str | None = None,
+) -> LayerFunction:
+    """The function of one layer. `contexts` has one entry per operator; `backend` compiles the pointwise regions."""
+    again = effective_recompute(graph, recompute) == "selective"
+    members: Sequence[int] = ()
+    if backend is not None:
+        members = [i for i, operator in enumerate(graph.operators) if not KINDS[operator.kind].boundary]
+    elif again:
+        members = kept(graph, "selective", contexts[0].dtype.itemsize).again
+    items = arrange(graph, members) if members else list(range(len(graph.operators)))
+    writer = Writer(graph, parameters, contexts, items)
+    for place, item in enumerate(items):
+        if isinstance(item, Region):
+            writer.region(place, item, again, backend)
+        else:
+            writer.operator(place, item)
+    return writer.finish()
+
+
+class Writer:
+    """Collects the lines of a layer's function and the objects that they name."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        parameters: Mapping[str, torch.nn.Parameter],
+        contexts: Sequence[Context],
+        items: Sequence[int | Region],
+    ) -> None:
+        self.graph = graph
+        self.contexts = contexts
+        self.items = items
+        self.bound: dict[str, Any] = {"recall": recall, "run_region": run_region}
+        self.locals: dict[str, str] = {}
+        self.lines: list[str] = []
+        self.recipes: dict[str, tuple[str, int]] = {}
+        "Value -> (local name of its recipe, index among the region's results)."
+        self.parameters = {spec.name: self.bind("p", parameters[spec.name]) for spec in graph.parameters}
+        self.last_use = dict.fromkeys(graph.outputs, len(items))
+        for place, item in enumerate(items):
+            for name in self.inputs_of(item):
+                self.last_use[name] = max(place, self.last_use.get(name, 0))
+        self.hidden = self.read_inputs()
+
+    def bind(self, prefix: str, value: Any) -> str:
+        """A fresh name for an object that the function refers to."""
+        name = f"{prefix}{len(self.bound)}"
+        self.bound[name] = value
+        return name
+
+    def local(self, tensor: str) -> str:
+        """The local variable of a value; a Python identifier whatever the graph calls it."""
+        if tensor not in self.locals:
+            clean = "".join(c if c.isalnum() else "_" for c in tensor)
+            self.locals[tensor] = f"v{len(self.locals)}_{clean}"
+        return self.locals[tensor]
+
+    def argument(self, name: str) -> str:
+        if not name:
+            return "None"
+        return self.parameters.get(name) or self.local(name)
+
+    def inputs_of(self, item: int | Region) -> tuple[str, ...]:
+        return item.inputs if isinstance(item, Region) else self.graph.operators[item].inputs
+
+    def read_inputs(self) -> str:
+        """Write the lines that fetch the inputs; the local name of the hidden state, or `unused`."""
+        hidden = "unused"
+        for tensor in self.graph.inputs:
+            name = self.local(tensor.name)
+            if tensor.role == "data":
+                self.lines.append(f"{name} = record.feed.data[{tensor.name!r}]")
+            elif tensor.role != "activation":
+                self.lines.append(f"{name} = record.feed.{tensor.role}")
+            elif hidden == "unused":
+                hidden = name
+            else:
+                self.lines.append(f"{name} = record.extras[{tensor.name!r}]")
+        return hidden
+
+    def operator(self, place: int, index: int, last: bool = True) -> None:
+        """One operator, called directly; `last` of its item, so that dead values may go."""
+        operator = self.graph.operators[index]
+        step = build_step(operator, self.contexts[index])
+        arguments = ["record"] if step.wants_record else []
+        arguments += [self.argument(name) for name in operator.inputs]
+        if step.prepare is not None:
+            arguments.append(f"*{self.bind('prepare', step.prepare)}(record)")
+        targets = ", ".join(self.local(name) for name in operator.outputs)
+        line = f"{targets} = {self.bind('op', step.call)}({', '.join(arguments)})"
+        known = [name for name in dict.fromkeys(operator.inputs) if name in self.recipes]
+        if known:
+            entries = ", ".join(f"({self.local(n)}, {self.recipes[n][0]}, {self.recipes[n][1]})" for n in known)
+            self.lines.append(f"with recall({entries}):")
+            line = "    " + line
+        self.lines.append(line)
+        if last:
+            self.drop(place, (*self.inputs_of(self.items[place]), *operator.outputs))
+
+    def region(self, place: int, region: Region, again: bool, backend: str | None) -> None:
+        """A region: a function of its own, over values, parameters and prepared values, that returns a tuple."""
+        views = all(KINDS[self.graph.operators[i].kind].view for i in region.operators)
+        if views and not any(name in self.recipes for name in region.inputs):
+            for index in region.operators:
+                self.operator(place, index, last=index == region.operators[-1])
+            return
+        body, prepared = self.region_body(region)
+        names = [name for name in region.inputs if name not in self.parameters]
+        names += [name for name in region.inputs if name in self.parameters]
+        formal = [f"a{i}" for i in range(len(names))] + [f"e{i}" for i in range(len(prepared))]
+        scope = dict(zip(names, formal, strict=False))
+        source, objects = region_source(self.graph, region, body, scope, formal, backend is not None)
+        context = self.contexts[0]
+        function = compiled_region(self.graph, region, source, objects, backend, f"{context.device} {context.dtype}")
+        bound = self.bind("region", function)
+        actual = [self.argument(name) for name in names] + [f"{self.bind('prepare', p)}(record)" for p in prepared]
+        targets = "".join(f"{self.local(name)}, " for name in region.outputs)
+        if again:
+            recipe = f"h{place}"
+            sources = {i: self.recipes[n] for i, n in enumerate(names) if n in self.recipes}
+            text = "{" + ", ".join(f"{i}: ({handle}, {index})" for i, (handle, index) in sources.items()) + "}"
+            given = "".join(f"{one}, " for one in actual)
+            self.lines.append(f"{recipe}, ({targets}) = run_region({bound}, ({given}), {text})")
+            self.recipes |= {name: (recipe, index) for index, name in enumerate(region.outputs)}
+        else:
+            self.lines.append(f"{targets}= {bound}({', '.join(actual)})")
+        self.drop(place, (*region.inputs, *region.outputs))
+
+    def region_body(self, region: Region) -> tuple[list[tuple[int, Step, int | None]], list[Any]]:
+        """([(operator, step, index of its prepared values or None)], the prepare functions)."""
+        body: list[tuple[int, Step, int | None]] = []
+        prepared: list[Any] = []
+        for index in region.operators:
+            step = build_step(self.graph.operators[index], self.contexts[index])
+            assert not step.wants_record, f"{self.graph.operators[index].kind} cannot stand in a region"
+            body.append((index, step, None if step.prepare is None else len(prepared)))
+            if step.prepare is not None:
+                prepared.append(step.prepare)
+        return body, prepared
+
+    def drop(self, place: int, names: Sequence[str]) -> None:
+        """`del` the values whose last use this was."""
+        dead = [n for n in dict.fromkeys(names) if n and n not in self.parameters and self.last_use.get(n, -1) <= place]
+        if dead:
+            self.lines.append(f"del {', '.join(map(self.local, dead))}")
+
+    def finish(self) -> LayerFunction:
+        graph = self.graph
+        extras = [f"record.extras[{name!r}] = {self.local(name)}" for name in graph.outputs[1:]]
+        body = [*self.lines, *extras, f"return {self.local(graph.outputs[0])}"]
+        source = function_source("layer", ["record", self.hidden], body)
+        activations = [tensor.name for tensor in graph.inputs if tensor.role == "activation"]
+        return LayerFunction(
+            call=make_function("layer", source, self.bound),
+            source=source,
+            extra_inputs=tuple(activations[1:]),
+            extra_outputs=tuple(graph.outputs[1:]),
+            returns_loss=graph.tensor(graph.outputs[0]).shape == (),
+        )
+
+
+def region_source(
+    graph: Graph,
+    region: Region,
+    body: Sequence[tuple[int, Step, int | None]],
+    scope: dict[str, str],
+    formal: Sequence[str],
+    traced: bool,
+) -> tuple[str, dict[str, Any]]:
+    """The text of a region's function, and the objects that it names. `traced`: for a compiler."""
+    objects: dict[str, Any] = {}
+    lines = []
+    for index, step, prepared in body:
+        operator = graph.operators[index]
+        call = f"op{index}"
+        objects[call] = step.traced if traced and step.traced is not None else step.call
+        arguments = [scope[name] if name else "None" for name in operator.inputs]
+        if prepared is not None:
+            arguments.append(f"*e{prepared}")
+        for name in operator.outputs:
+            scope[name] = f"t{len(scope)}"
+        lines.append(f"{', '.join(scope[name] for name in operator.outputs)} = {call}({', '.join(arguments)})")
+    lines.append(f"return ({''.join(scope[name] + ', ' for name in region.outputs)})")
+    return function_source("region", formal, lines), objects
+
+
+_COMPILED: dict[tuple[str, tuple[int, ...], str, str], Callable[..., Any]] = {}
+
+
+def compiled_region(
+    graph: Graph, region: Region, source: str, objects: Mapping[str, Any], backend: str | None, place: str
+) -> Callable[..., Any]:
+    """The region's function, through torch.compile where a backend is given and there is something to fuse.
+
+    Equal regions of equal graphs share one compiled function: what differs between layers (parameters, keys of
+    dropout) comes in as arguments.
+    """
+    function = make_function("region", source, objects)
+    if backend is None or all(KINDS[graph.operators[i].kind].view for i in region.operators):
+        return function
+    key = (graph.hash, region.operators, backend, place)
+    if key not in _COMPILED:
+        _COMPILED[key] = torch.compile(function, backend=backend, fullgraph=True)
+    return _COMPILED[key]
+
+
+def function_source(name: str, arguments: Sequence[str], body: Sequence[str]) -> str:
+    return f"def {name}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def make_function(name: str, source: str, objects: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that `source` defines, with `objects` as local constants of an enclosing function."""
+    inner = "".join(f"    {line}\n" for line in source.splitlines())
+    scope: dict[str, Any] = {}
+    exec(compile(f"def make({', '.join(objects)}):\n{inner}    return {name}\n", f"<pipefit {name}>", "exec"), scope)
+    result: Callable[..., Any] = scope["make"](**objects)
+    return result

@@ -1,0 +1,113 @@
+"""Initial values of parameters: a function of (seed, global name) alone, whatever the layout.
+
+A tensor is drawn in blocks of rows, each from a generator seeded by (seed, name, block), so a rank draws only the
+blocks that it holds. What a parameter is for is read off the graphs: scales of norms start at one, biases at zero,
+everything else is normal with the family's `initializer_range` (GPT-2 paper and Hugging Face configurations: 0.02).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipefit.layout import Box
+from pipefit.model.graph import Model
+from pipefit.model.registry import USER, build_layers
+from pipefit.plan.types import Plan
+from pipefit.run.stage.user_module import whole_example
+
+Kind = Literal["normal", "ones", "zeros"]
+
+Value = Callable[[str, Sequence[int], Box], Tensor]
+"""(global name, global shape, box) -> that part of the parameter, any float type."""
+
+_BLOCK = 1 << 20
+"""Elements drawn from one generator, about: rows are never divided."""
+
+_ROLES: Mapping[str, Sequence[Kind]] = {
+    "rms_norm": ("normal", "ones"),
+    "layer_norm": ("normal", "ones", "zeros"),
+    "linear": ("normal", "normal", "zeros"),
+}
+
+
+def initial_values(plan: Plan, model: Model) -> Value:
+    """Values from the plan's seed: a user's layers start as they start themselves, a family's by
+    `initial_values.py`."""
+    kinds = kinds_of(model)
+    own = _own_values(plan, model) if model.family == USER else {}
+
+    def value(name: str, shape: Sequence[int], box: Box) -> Tensor:
+        if name in own:
+            return own[name][tuple(slice(start, stop) for start, stop in box)]
+        return initial_value(name, shape, kinds[name], deviation_of(model, name), plan.job.seed, box)
+
+    return value
+
+
+def deviation_of(model: Model, name: str) -> float:
+    """The standard deviation of a parameter's first value: its module's, where each has a configuration."""
+    part = model.config.get(name.split(".", 1)[0])
+    fields = part if isinstance(part, Mapping) else model.config
+    return float(fields.get("initializer_range", 0.02))
+
+
+def _own_values(plan: Plan, model: Model) -> dict[str, Tensor]:
+    """What the user's modules hold after they were made under the plan's seed: the same on every rank."""
+    whole = whole_example(str(model.config.get("source", "")), plan.job.seed)
+    if whole is not None:
+        return {name: parameter.detach() for name, parameter in whole.module.named_parameters()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.job.seed)
+        layers = build_layers(model.family, model.config, device="cpu")
+    return {
+        str(layer.parameter_names[local]): parameter.detach()
+        for layer in layers
+        for local, parameter in layer.named_parameters()
+    }
+
+
+def kinds_of(model: Model) -> dict[str, Kind]:
+    """Global name -> how the parameter starts, from the operators that read it."""
+    kinds: dict[str, Kind] = {}
+    for layer in model.layers:
+        graph = model.layer_graph(layer)
+        local = {spec.name: layer.parameters[spec.name] for spec in graph.parameters}
+        for name in local.values():
+            kinds.setdefault(name, "normal")
+        for operator in graph.operators:
+            for place, value in enumerate(operator.inputs):
+                roles = _ROLES.get(operator.kind, ())
+                if value in local and place < len(roles) and roles[place] != "normal":
+                    kinds[local[value]] = roles[place]
+    return kinds
+
+
+def initial_value(name: str, shape: Sequence[int], kind: Kind, std: float, seed: int, box: Box) -> Tensor:
+    """The part `box` of the initial value of a parameter of global `shape`: float32, of the box's sizes."""
+    sizes = [stop - start for start, stop in box]
+    if kind != "normal":
+        return torch.full(sizes, 1.0 if kind == "ones" else 0.0)
+    if not shape:
+        return torch.empty(()).normal_(0.0, std, generator=_generator(seed, name, 0))
+    inner = math.prod(shape[1:])
+    rows = max(1, _BLOCK // max(1, inner))
+    result = torch.empty(sizes)
+    start, stop = box[0]
+    columns = tuple(slice(low, high) for low, high in box[1:])
+    for block in range(start // rows, -(-stop // rows)):
+        first, last = block * rows, min((block + 1) * rows, shape[0])
+        values = torch.empty(last - first, *shape[1:]).normal_(0.0, std, generator=_generator(seed, name, block))
+        low, high = max(first, start), min(last, stop)
+        result[low - start : high - start] = values[(slice(low - first, high - first), *columns)]
+    return result
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    key = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)

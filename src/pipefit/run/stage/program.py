@@ -1,0 +1,229 @@
+"""One stage on one device: parameters, forward, fused backward, and the backward split into I and W.
+
+The layers of a stage are operator graphs (already sharded: local shapes, collectives as operators). Autograd runs
+them; three things are ours: linear layers leave their weight gradients for W, attention reaches earlier slices, and
+recomputation saves less. Every gradient is added into a buffer that the worker bound (`bind_gradients`); nothing here
+allocates gradients, communicates between stages, or waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from pipefit.model.graph import Graph
+from pipefit.run.autograd.saved_forward import Record
+from pipefit.run.ops import Context
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage.compile import LayerFunction, compile_layer
+from pipefit.run.stage.parameters import bind_buffer, make_parameters
+from pipefit.run.stage.recompute import Stretch, stretches
+from pipefit.run.stage_inputs import Feed
+
+Tensors = dict[str, torch.Tensor]
+
+LOSS = "loss"
+"""The key of a stage's loss among its outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayer:
+    """One layer of a stage: its name in the model, its local graph, and local -> global parameter names."""
+
+    name: str
+    graph: Graph
+    parameters: Mapping[str, str]
+    shares: tuple[int, ...] = ()
+    "Everyone's along the shard axis, where they are the layer's own; empty: those of the stage."
+
+
+class StageProgram:
+    """The executable form of consecutive layers on one device.
+
+    Hidden states are (B, T, D) under the key ''; the last stage of a module that has one returns `loss`, a scalar in
+    float32 or wider, the sum over its labels, alone or beside the hidden state for another module. A record of every
+    forward is kept until its B or W, under (microbatch, slice).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StageLayer],
+        *,
+        recompute: Literal["none", "selective", "full"] = "none",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        shard: ShardContext | None = None,
+        seed: int = 0,
+        first_layer_index: int = 0,
+        slices: int = 1,
+        modules: Mapping[str, torch.nn.Module] | None = None,
+        backend: str | None = "auto",
+        backward: bool = True,
+        input_gradient: bool = True,
+        side_loss: str = "",
+    ) -> None:
+        """`dtype` is that of computing; `slices` is how many slices a microbatch comes in; `first_layer_index` is
+        the place of the first layer in the model; `modules` are the user's own, for opaque operators; `backend`
+        compiles pointwise regions (a name that torch.compile knows, None for eager; auto: inductor on CUDA).
+        Without `backward` nothing is kept of a forward: the stage and all before it are frozen; without
+        `input_gradient` all before it are. `side_loss`: the last layer's name for a loss beside the hidden state."""
+        self.layers = tuple(layers)
+        self.recompute = recompute
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.shard = shard
+        self.slices = slices
+        self.backend = ("inductor" if self.device.type == "cuda" else None) if backend == "auto" else backend
+        self.on_layer_gradients: Callable[[int], None] | None = None
+        "Called with the layer's place in this stage when its gradients of the running B or W are complete."
+        self.parameters = make_parameters(self.layers, self.device, dtype)
+        self.functions = [
+            self._compile(place, layer, seed, first_layer_index + place, modules) for place, layer in enumerate(layers)
+        ]
+        self.keeps = backward
+        trains = [any(one.trainable for one in layer.graph.parameters) for layer in self.layers]
+        self.frozen = 0 if input_gradient or True not in trains else trains.index(True)
+        "Layers at the beginning that have no backward."
+        self.input_gradient = input_gradient
+        self.stretches: list[Stretch] = stretches(self.layers, self.functions, recompute, self.frozen)
+        self.side_loss = side_loss
+        self.has_loss = self.functions[-1].returns_loss or bool(side_loss)
+        self.divisor = 1
+        self.step = 0
+        self._seed_gradient: torch.Tensor | None = None
+        self._records: dict[tuple[int, int], Record] = {}
+        self._past: dict[int, dict[Any, Any]] = {}
+        self._bound = False
+
+    def _compile(
+        self, place: int, layer: StageLayer, seed: int, model_layer: int, modules: Mapping[str, torch.nn.Module] | None
+    ) -> LayerFunction:
+        shard = replace(self.shard, shares=layer.shares) if self.shard is not None and layer.shares else self.shard
+        contexts = [
+            Context(
+                graph=layer.graph,
+                layer=place,
+                model_layer=model_layer,
+                operator=index,
+                dtype=self.dtype,
+                device=self.device,
+                seed=seed,
+                slices=self.slices,
+                shard=shard,
+                modules=modules,
+            )
+            for index in range(len(layer.graph.operators))
+        ]
+        local = {name: self.parameters[layer.parameters[name]] for name in layer.parameters}
+        return compile_layer(layer.graph, local, contexts, self.recompute, self.backend)
+
+    def bind_gradients(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """From now on every backward adds into these buffers, by global name: shapes of the parameters, contiguous,
+        in the computing dtype or in float32. Zeroing them is the caller's business."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                buffer = buffers[name]
+                assert buffer.shape == parameter.shape, (name, buffer.shape, parameter.shape)
+                bind_buffer(parameter, buffer)
+        self._bound = True
+
+    def begin_step(self, step: int, divisor: int, weight: float = 1.0) -> None:
+        """Start an iteration: `divisor` is the number of labels that count in the whole step, `weight` that of this
+        stage's loss among those of several modules."""
+        assert not self._records, f"microbatches without their backward: {sorted(self._records)}"
+        self.step, self.divisor = step, divisor
+        first = self.shard is None or self.shard.position == 0
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self._seed_gradient = torch.full((), weight / divisor if first else 0.0, dtype=wide, device=self.device)
+
+    def forward(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
+        """Run the stage on one slice; returns its outputs, detached. Slices of a microbatch come in order."""
+        assert slice_ < self.slices, f"slice {slice_} of a stage made for {self.slices}"
+        record = self._record(microbatch, slice_, inputs, feed, train=True)
+        if not self.keeps:
+            with torch.no_grad():
+                return self._passed(record, inputs)
+        if self.slices > 1:
+            record.past = self._past.setdefault(microbatch, {})
+        self._records[microbatch, slice_] = record
+        x, wanted = inputs.get(""), self.input_gradient
+        for stretch in self.stretches:
+            x = stretch.forward(record, x, wanted)
+            wanted = stretch.trained
+        record.masks.clear()
+        return self._outputs(record, x)
+
+    def backward(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
+        """B: gradients of the outputs to gradients of the inputs; weight gradients are accumulated on the way."""
+        record = self._records.pop((microbatch, slice_))
+        return self._run_back(record, gradients, self.on_layer_gradients)
+
+    def backward_input(self, microbatch: int, slice_: int, gradients: Tensors) -> Tensors:
+        """I: as B, but the weight gradients of linear layers wait for `backward_weight`."""
+        record = self._records[microbatch, slice_]
+        record.deferred = []
+        return self._run_back(record, gradients, None)
+
+    def backward_weight(self, microbatch: int, slice_: int) -> None:
+        """W: the waiting weight gradients, last layer first; each lets go of its tensors at once."""
+        record = self._records.pop((microbatch, slice_))
+        record.finish_weights(len(self.layers), self.on_layer_gradients)
+
+    def abandon(self) -> None:
+        """Forget microbatches without their backward, and let go of what they kept."""
+        self._records.clear()
+        self._past.clear()
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed) -> Tensors:
+        """Forward only, dropout off. Slices of a microbatch come in order, as in training."""
+        return self._passed(self._record(microbatch, slice_, inputs, feed, train=False), inputs)
+
+    def _passed(self, record: Record, inputs: Tensors) -> Tensors:
+        """The layers one after the other. Nothing is kept but what later slices read, and that until the last one."""
+        if self.slices > 1:
+            record.past = self._past.setdefault(record.microbatch, {})
+            if record.slice == self.slices - 1:
+                del self._past[record.microbatch]
+        x = inputs.get("")
+        for function in self.functions:
+            x = function.call(record, x)
+        return self._outputs(record, x)
+
+    def _record(self, microbatch: int, slice_: int, inputs: Tensors, feed: Feed, train: bool) -> Record:
+        record = Record(microbatch, slice_, feed, train)
+        record.rows, record.tokens = feed.extent(inputs.get(""))
+        if len(inputs) > ("" in inputs):
+            record.extras = {name: tensor for name, tensor in inputs.items() if name}
+        return record
+
+    def _outputs(self, record: Record, x: torch.Tensor | None) -> Tensors:
+        assert x is not None
+        outputs = {LOSS if self.functions[-1].returns_loss else "": x.detach()}
+        for name in record.extras:
+            outputs[LOSS if name == self.side_loss else name] = record.extras[name].detach()
+        return outputs
+
+    def _run_back(self, record: Record, gradients: Tensors, done: Callable[[int], None] | None) -> Tensors:
+        assert self._bound, "bind_gradients before the first backward"
+        seed = self._seed_gradient
+        assert seed is not None, "begin_step before the first backward"
+        dx = seed if self.functions[-1].returns_loss else gradients[""]
+        extra_gradients = {name: value for name, value in gradients.items() if name}
+        if self.side_loss:
+            extra_gradients[self.side_loss] = seed
+        for stretch in reversed(self.stretches):
+            dx = stretch.backward(record, dx, extra_gradients, done)
+        record.cache.clear()
+        record.masks.clear()
+        record.extras = {}
+        if self.slices > 1 and record.slice == 0:
+            self._past.pop(record.microbatch, None)
+        record.past = None
+        result = extra_gradients
+        if dx is not None:
+            result[""] = dx
+        return result

@@ -1,0 +1,113 @@
+"""What a user's whole model gives a run beside its graphs: its first values, its data set, and what of its state no
+layer trains (buffers, parameters that the loss does not reach), so that final weights load into the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipefit.data.samples import Samples, field_of
+from pipefit.data.sources import STDLIB
+from pipefit.errors import DataError
+from pipefit.model.capture.whole import fed_as
+from pipefit.model.example import Example
+from pipefit.model.families.build import USER
+from pipefit.model.graph import Tensor
+from pipefit.model.user import drawing_from, load_function, make
+from pipefit.plan.types import Plan
+from pipefit.run.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A whole model of a user, without its parameters."""
+
+    source: str
+    dataset: Any
+    fed: Mapping[str, Tensor]
+    "What every input is in the graphs, by the user's names."
+    untrained: Mapping[str, torch.Tensor]
+    "Of the module's state dict, what is no parameter of the plan."
+    aliases: Mapping[str, str]
+    "Other names of parameters -> the name in the plan: tied ones."
+
+
+def given(plan: Plan) -> Given | None:
+    """What the user's function gives, made under the plan's seed; None where the plan is of no whole model."""
+    if plan.model.family != USER:
+        return None
+    source = str(plan.model.config.get("source", ""))
+    example = whole_example(source, plan.job.seed)
+    if example is None:
+        return None
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in example.module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            aliases[name] = first[id(parameter)]
+    planned = {parameter.name for parameter in plan.parameters}
+    return Given(
+        source=source,
+        dataset=example.dataset,
+        fed=fed_as(example),
+        untrained={
+            name: tensor.detach().clone()
+            for name, tensor in example.module.state_dict().items()
+            if name not in planned and aliases.get(name) not in planned
+        },
+        aliases={name: known for name, known in aliases.items() if known in planned},
+    )
+
+
+def whole_example(source: str, seed: int) -> Example | None:
+    """The user's example, its module with the values that the seed gives; None for a model in layers."""
+    with drawing_from(seed):
+        made = make(source)
+    return made if isinstance(made, Example) else None
+
+
+def samples_of(found: Given, plan: Plan, config: TrainConfig) -> Samples:
+    """The data set: that of the example, or of `--data FILE.py:FUNCTION`. Raises DataError where there is none."""
+    dataset, where = found.dataset, f"the data set of {found.source}"
+    if config.data != (STDLIB,):
+        if len(config.data) > 1 or not _names_function(config.data[0]):
+            raise DataError(
+                "A model that was captured whole is fed from a data set, not from text.",
+                where="--data",
+                seen=", ".join(config.data),
+                allowed="FILE.py:FUNCTION, which gives a data set with items by number",
+                next_step="see docs/models.md",
+            )
+        where = config.data[0]
+        dataset = load_function(where)
+    if dataset is None:
+        raise DataError(
+            "The model does not say what it is trained on.",
+            where=found.source,
+            seen="Example(dataset=None)",
+            allowed="Example(..., dataset=...), or --data FILE.py:FUNCTION: a data set with items by number",
+            next_step="see docs/models.md",
+        )
+    fields = {name: field_of(tensor) for name, tensor in found.fed.items()}
+    return Samples(dataset, fields, where=where, batch=plan.job.batch, held_out=config.held_out)
+
+
+def first_values(found: Given, weights: str) -> Given:
+    """With untrained tensors from the files that a run starts from, where these have them."""
+    from pipefit.model.weights.files import WeightFiles
+
+    files = WeightFiles(Path(weights), USER, {})
+    read = {
+        name: files.read(name, tensor.shape).to(tensor.dtype) if name in files.names else tensor
+        for name, tensor in found.untrained.items()
+    }
+    return replace(found, untrained=read)
+
+
+def _names_function(source: str) -> bool:
+    file, _, name = source.rpartition(":")
+    return file.endswith(".py") and name.isidentifier()

@@ -1,0 +1,1 @@
+"""Transfers between stages: wires, pieces, channels, packed token runs."""

@@ -1,0 +1,106 @@
+"""What a compute action takes out of cells, and puts into them.
+
+Usually that is one tensor of every edge. A stage that takes turns exchanges only the microbatches that both ends take;
+one that takes several microbatches together has a cell for each, whose tensors stand one behind the other in its own.
+Between stages of one lane that lie there in different grids, what was made is exchanged as soon as it is put down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.plan.types import Plan
+from pipefit.run.transfers.cells import Cell
+from pipefit.run.transfers.wiring import Wiring
+from pipefit.schedule.actions import Action
+
+Way = Literal["F", "B"]
+
+
+class _End(NamedTuple):
+    """One cell of an action."""
+
+    name: str
+    "The tensor's."
+    at: int
+    "Which microbatch of the unit."
+    key: tuple[int, int, str, str]
+    cell: Cell
+
+
+class Ends:
+    """The cells of one rank's compute actions: way F inputs and outputs, way B the gradients of outputs and inputs."""
+
+    def __init__(self, plan: Plan, wiring: Wiring, trained: Collection[int]) -> None:
+        """`trained`: the stages that have a backward."""
+        self._plan, self._wiring, self._trained = plan, wiring, trained
+        self._schedule = plan.schedule()
+
+    def cells(self, action: Action, way: Way) -> list[Cell]:
+        """Those that the action takes from."""
+        return [end.cell for end in self._ends(action, way, taking=True)]
+
+    def takes(self, action: Action, way: Way) -> Callable[[], dict[str, Tensor]]:
+        """Empties the cells; gradients of a tensor that several stages use are added up."""
+        ends = [*self._ends(action, way, taking=True)]
+        count = self._schedule.turn(action.stage).multiple
+        if count == 1 and len({end.name for end in ends}) == len(ends):
+            pairs = [(end.name, end.cell) for end in ends]
+            return lambda: {name: cell.take() for name, cell in pairs}
+
+        def take() -> dict[str, Tensor]:
+            found: dict[str, list[Tensor | None]] = {}
+            for name, at, _, cell in ends:
+                parts = found.setdefault(name, [None] * count)
+                before, value = parts[at], cell.take()
+                parts[at] = value if before is None else before + value
+            return {name: _joined(parts) for name, parts in found.items()}
+
+        return take
+
+    def gives(self, action: Action, way: Way) -> Callable[[Mapping[str, Tensor]], None]:
+        """Fills the cells, and exchanges what the devices of this lane hold of it in another grid."""
+        ends = [*self._ends(action, way, taking=False)]
+        count, first = self._schedule.turn(action.stage).multiple, action.microbatch
+        exchanges = [
+            self._wiring.exchange(end.key, first + end.at, action.slice)
+            for end in ends
+            if self._wiring.is_regridded(end.key)
+        ]
+
+        def give(outputs: Mapping[str, Tensor]) -> None:
+            if count == 1:
+                for name, _, _, cell in ends:
+                    cell.tensor = outputs[name]
+            elif ends:
+                lengths = [self._wiring.own_tokens(action.stage, first + at) for at in range(count)]
+                parts = {name: outputs[name].split(lengths, dim=1) for name in {end.name for end in ends}}
+                for name, at, _, cell in ends:
+                    cell.tensor = parts[name][at]
+            for exchange in exchanges:
+                exchange()
+
+        return give
+
+    def _ends(self, action: Action, way: Way, taking: bool) -> Iterator[_End]:
+        incoming = taking == (way == "F")
+        turn = self._schedule.turn(action.stage)
+        for edge in self._plan.edges:
+            own, other = (edge.target, edge.source) if incoming else (edge.source, edge.target)
+            if own != action.stage or (way == "B" and edge.source not in self._trained):
+                continue
+            key = (edge.source, edge.target, edge.tensor, way)
+            for at in range(turn.multiple):
+                if self._schedule.turn(other).takes(action.microbatch + at):
+                    cell = self._wiring.cell(key, action.microbatch + at, action.slice)
+                    yield _End(edge.tensor, at, key, cell)
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor:
+    there = [part for part in parts if part is not None]
+    assert len(there) == len(parts), "a microbatch of a unit that nobody feeds"
+    return there[0] if len(there) == 1 else torch.cat(there, dim=1)

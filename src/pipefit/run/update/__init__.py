@@ -1,0 +1,1 @@
+"""The end of a step: gradient buckets, reductions, tied weights, the norm, the optimizer."""

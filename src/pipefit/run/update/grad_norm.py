@@ -1,0 +1,38 @@
+"""The exact global gradient norm, every parameter counted once, and the factor that clips to it.
+
+A replicated gradient is the same on all its holders after reduction: only position 0 along those axes counts it.
+A split one (shards, ZeRO-1) is counted by each for its own part. A tied parameter is counted by its owner's lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipefit.layout import Group
+from pipefit.run.update.buckets import Bucket
+from pipefit.run.update.optimizer import run_elements
+
+
+def counts(bucket: Bucket, group: Group, device: int) -> bool:
+    """Whether this device adds the bucket (its owned part) to the global sum of squares."""
+    entry = bucket.entries[0]
+    copies = [name for name in (*entry.sum_over, *entry.alike_over) if name not in entry.scatter_over]
+    return entry.counted and all(group.position(device, name) == 0 for name in copies)
+
+
+def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of flat pieces, float64, shape ()."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    run = run_elements(device)
+    for piece in pieces:
+        for part in piece.split(run) if piece.numel() else ():
+            total += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    return total
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are multiplied by: as `torch.nn.utils.clip_grad_norm_` has it, never above 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

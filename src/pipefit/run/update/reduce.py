@@ -1,0 +1,142 @@
+"""Gradient reduction: bucketed, started while the last backward still runs, finished before the norm is taken.
+
+Every rank of a lane launches the buckets in the same order, because all of them walk the same actions. A parameter
+replicated along an axis has a partial gradient there (docs/architecture.md), so it is summed over exactly those
+axes: all-reduced, or reduce-scattered to the owners of the optimizer state under ZeRO-1. A parameter tied between
+lanes is then summed over them too, by the transfer rule of `layout.moves`. Parameters of stages that take turns on
+several lanes, and hold them alike, are summed over the devices of all these lanes at once, when all have got there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from pipefit.layout import AxisName, Group
+from pipefit.run.transfers.comms import Comms, all_gather, reduce_scatter
+from pipefit.run.update.buckets import Bucket
+from pipefit.run.update.tied import TiedSum
+
+
+class Reducer:
+    """Reduces the buckets of one lane, once an iteration.
+
+    `ranks[device]` gives global ranks; `groups[stage]` is a stage's grid; `tied[name]` sums a parameter over lanes.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        comms: Comms,
+        groups: Mapping[int, Group],
+        device: int,
+        ranks: Mapping[int, int],
+        tied: Mapping[str, TiedSum],
+    ) -> None:
+        self.buckets = list(buckets)
+        self._tied = tied
+        self._jobs = [_Job(bucket, comms, groups[bucket.stage], device, ranks) for bucket in buckets]
+        self._by_stage: dict[int, list[_Job]] = {}
+        for job in self._jobs:
+            if not job.bucket.late and not job.bucket.across:
+                self._by_stage.setdefault(job.bucket.stage, []).append(job)
+
+    def zero(self) -> None:
+        """Clear all gradients, before the first backward of a step."""
+        for job in self._jobs:
+            job.reset()
+
+    def ready(self, stage: int) -> Callable[[int], None]:
+        """The callback for the stage's last backward: layer indices arrive from last to first."""
+        jobs = self._by_stage.get(stage, [])
+
+        def on_layer(layer: int) -> None:
+            for job in jobs:
+                if not job.started and job.bucket.first_layer >= layer:
+                    job.start()
+
+        return on_layer
+
+    def reduce(self, stage: int) -> None:
+        """Start what the callback has not started of a stage."""
+        for job in self._by_stage.get(stage, []):
+            if not job.started:
+                job.start()
+
+    def finish(self) -> None:
+        """Start what is left, wait for all, and sum tied parameters over their lanes."""
+        for job in sorted(self._jobs, key=lambda job: len(job.bucket.across)):  # what several lanes do together, last
+            if not job.started:
+                job.start()
+        for job in self._jobs:
+            job.wait()
+        exchanges = [
+            (self._tied[name], job.bucket.views[name])
+            for job in self._jobs
+            for name in job.bucket.views
+            if name in self._tied
+        ]
+        exchanges.sort(key=lambda pair: pair[0].name)
+        for exchange, view in exchanges:
+            exchange.start(view)
+        for exchange, view in exchanges:
+            exchange.finish(view)
+
+    def gather(self, stage: int) -> None:
+        """All-gather the updated parameters of a stage under ZeRO-1; nothing elsewhere."""
+        for job in self._jobs:
+            if job.bucket.stage == stage:
+                job.gather()
+
+    def finish_gathers(self) -> None:
+        """Wait for the gathers, before parameters are used again."""
+        for job in self._jobs:
+            job.wait()
+
+
+class _Job:
+    """One bucket's collectives."""
+
+    def __init__(self, bucket: Bucket, comms: Comms, group: Group, device: int, ranks: Mapping[int, int]) -> None:
+        self.bucket = bucket
+        self.started = False
+        self._work: Any = None
+        entry = bucket.entries[0]
+
+        def members(axes: Sequence[AxisName]) -> Any:
+            return comms.group([ranks[d] for d in group.along(device, axes)])
+
+        self._sum = comms.group([ranks[d] for d in bucket.across]) if bucket.across else members(entry.sum_over)
+        self._scatter = members(entry.scatter_over)
+        self._scatters = (
+            self._scatter is not None
+            and not (bucket.tied or bucket.across)
+            and set(entry.scatter_over) == set(entry.sum_over)
+        )
+        start, stop = bucket.owned
+        self._own_gradients = bucket.gradients[start:stop]
+        self._own_parameters = bucket.parameters[start:stop]
+
+    def reset(self) -> None:
+        self.started = False
+        self.bucket.gradients.zero_()
+
+    def start(self) -> None:
+        self.started = True
+        if self._sum is None:
+            return
+        if self._scatters:
+            self._work = reduce_scatter(self._own_gradients, self.bucket.gradients, self._sum)
+        else:
+            self._work = dist.all_reduce(self.bucket.gradients[: self.bucket.used], group=self._sum, async_op=True)
+
+    def gather(self) -> None:
+        if self._scatter is not None:
+            self._work = all_gather(self.bucket.parameters, self._own_parameters, self._scatter)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

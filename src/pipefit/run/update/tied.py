@@ -1,0 +1,108 @@
+"""Summing the gradient of a parameter that stages on different devices use (tied embeddings).
+
+Each lane sends its own reduced gradient to the others and adds theirs, in the order of the stages, so that all of
+them hold the same bits. Which device sends what to whom is `layout.moves` again: the lanes may have different grids
+and different splits of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.layout import Group
+from pipefit.run.transfers.comms import Channel, Comms
+from pipefit.run.transfers.pieces import Piece, incoming, outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class TiedUse:
+    """How one lane holds the parameter."""
+
+    stage: int
+    group: Group
+    forms: tuple[str, ...]
+
+
+def tied_pairs(shape: Sequence[int], uses: Sequence[TiedUse]) -> list[tuple[int, int]]:
+    """The directed pairs of devices that exchange something, for making channels."""
+    pairs = []
+    for one in uses:
+        for other in uses:
+            if one is not other:
+                for device in one.group.devices:
+                    out = outgoing(shape, one.group, one.forms, one.forms, other.group, other.forms, device)
+                    pairs += [(device, piece.peer) for piece in out.pieces]
+    return pairs
+
+
+class TiedSum:
+    """The exchange of one parameter on one device."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        uses: Sequence[TiedUse],
+        device: int,
+        ranks: Mapping[int, int],
+        comms: Comms,
+        tag: int,
+        like: Tensor,
+    ) -> None:
+        self.name = name
+        self._sends: list[tuple[Channel, tuple[slice, ...]]] = []
+        self._receives: list[tuple[Channel, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._terms: list[Tensor | None] = []
+        self._works: list[Any] = []
+        own = next(use for use in uses if device in use.group.devices)
+        for use in sorted(uses, key=lambda use: use.stage):
+            if use is own:
+                self._terms.append(None)
+                continue
+            sent = outgoing(shape, own.group, own.forms, own.forms, use.group, use.forms, device)
+            for piece in sent.pieces:
+                self._sends.append((comms.channel(ranks[device], ranks[piece.peer], tag), _slices(piece)))
+            got = incoming(shape, use.group, use.forms, own.group, own.forms, device)
+            term = torch.zeros_like(like)
+            self._terms.append(term)
+            for piece in got.pieces:
+                channel = comms.channel(ranks[piece.peer], ranks[device], tag)
+                target = term[_slices(piece)]
+                buffer = (
+                    target
+                    if target.is_contiguous()
+                    else torch.empty_like(target, memory_format=torch.contiguous_format)
+                )
+                if buffer is not target:
+                    self._copies.append((target, buffer))
+                self._receives.append((channel, buffer))
+
+    def start(self, gradient: Tensor) -> None:
+        """Post the messages; `gradient` is this lane's own sum."""
+        self._works = [group.recv([buffer], peer, tag) for (group, peer, tag), buffer in self._receives]
+        for (group, peer, tag), box in self._sends:
+            part = gradient[box].clone(memory_format=torch.contiguous_format)
+            self._works.append((group.send([part], peer, tag), part))
+
+    def finish(self, gradient: Tensor) -> None:
+        """Wait, and leave the sum over all lanes in `gradient`."""
+        for work in self._works:
+            (work[0] if isinstance(work, tuple) else work).wait()
+        self._works = []
+        for target, buffer in self._copies:
+            target.copy_(buffer)
+        own = gradient.clone()
+        terms = [own if term is None else term for term in self._terms]
+        torch.add(terms[0], terms[1], out=gradient)
+        for term in terms[2:]:
+            gradient.add_(term)
+
+
+def _slices(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in piece.box)

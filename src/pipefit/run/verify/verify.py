@@ -1,0 +1,344 @@
+"""Whether a plan fits, found out on one device: the ranks that need most run one at a time, each alone.
+
+A rank builds its worker and trains its own steps (forward, backward, optimizer, an evaluation) in a world where the
+others' part is made up (`run/verify/alone.py`). What it has alive at its worst moment is counted by PyTorch's
+allocators, not by the model that made the prediction: the CPU allocator's own record of every allocation, or CUDA's
+counters.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipefit.data.rows import Rows
+from pipefit.data.samples import Field, Samples, field_of
+from pipefit.errors import PlanError, RunError
+from pipefit.model.graph import Model
+from pipefit.plan.request.sequence_length import own_length
+from pipefit.plan.types import LanePrediction, Plan
+from pipefit.run.inputs.feeding import Feeding, SampleFeeding, TextFeeding
+from pipefit.run.inputs.image_feeding import is_multimodal
+from pipefit.run.inputs.random_images import RandomImages
+from pipefit.run.session.faults import is_out_of_memory
+from pipefit.run.stage.memory_audit import AllocationAudit
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.verify.alone import alone
+from pipefit.run.worker.build import build_worker
+from pipefit.run.worker.worker import lane_of
+from pipefit.units import format_bytes
+
+LANES = 4
+"""Of so many lanes a rank is run where none is named: of those that are fullest for their limit."""
+
+STEPS = 2
+"""Training steps of a rank: the second meets everything that the first has made and kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank had alive at the worst moment, in bytes."""
+
+    build: int
+    "While parameters, gradients and optimizer state were made."
+    train: int
+    "In a training step."
+    evaluate: int
+    "In an evaluation."
+    reserved: int = 0
+    "What CUDA's caching allocator took from the device; 0 on a CPU, which keeps nothing back."
+
+    @property
+    def peak(self) -> int:
+        return max(self.build, self.train, self.evaluate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Prediction, measurement and limit of one rank, in bytes."""
+
+    rank: int
+    device: int
+    "The device's number in the cluster."
+    lane: int
+    predicted_bytes: float
+    limit_bytes: float
+    measured: Measured | None
+    "None where the device ran out of memory."
+
+    @property
+    def fits(self) -> bool:
+        return self.measured is not None and self.measured.peak <= self.limit_bytes
+
+
+def critical_ranks(plan: Plan, most: int = LANES) -> tuple[int, ...]:
+    """The ranks whose memory decides: the fullest device of every lane, lanes that are predicted alike once, and of
+    those at most `most`, the fullest for their limit first."""
+    lanes = lane_predictions(plan)
+    order = sorted(range(len(lanes)), key=lambda lane: -lanes[lane].peak_bytes / lanes[lane].limit_bytes)
+    distinct: dict[tuple[float, float], int] = {}
+    for lane in order:
+        distinct.setdefault((lanes[lane].peak_bytes, lanes[lane].limit_bytes), lane)
+    ranks = [plan.devices.index(_fullest_device(plan, lane, lanes[lane].kind)) for lane in distinct.values()]
+    return tuple(ranks[:most])
+
+
+def is_fullest(plan: Plan, device: int) -> bool:
+    """Whether a device has as many rows and as large a shard as the one that its prediction is for: of its lane, or
+    where the lane's kinds of devices hold different amounts, of its kind there."""
+    lane = lane_of(plan, device)
+    group = plan.lane_group(lane)
+    fullest = _fullest_device(plan, lane, lane_predictions(plan)[lane].of(device).kind)
+    return all(
+        axis.shares[group.position(device, axis.name)] == axis.shares[group.position(fullest, axis.name)]
+        for axis in group.axes
+    )
+
+
+def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
+    """Raises RunError for a rank that the plan does not have."""
+    for rank in ranks:
+        if not 0 <= rank < len(plan.devices):
+            raise RunError(
+                "The plan has no such rank.",
+                where="--rank",
+                seen=rank,
+                allowed=f"0 to {len(plan.devices) - 1}: the plan has {len(plan.devices)} devices",
+            )
+
+
+def lane_predictions(plan: Plan) -> tuple[LanePrediction, ...]:
+    """What was predicted of every lane. Raises PlanError for a plan without a prediction."""
+    if plan.prediction is None:
+        raise PlanError(
+            "The plan carries no prediction, so there is nothing to hold a measurement against.",
+            where="prediction",
+            next_step="name the cluster: --cluster FILE.json or --local N; the simulator then makes one",
+        )
+    return plan.prediction.lanes
+
+
+def verify_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> RankMemory:
+    """One rank in a fresh process of this machine. Raises RunError where nothing can be found out here."""
+    own = plan.devices[rank]
+    lane = lane_of(plan, own)
+    predicted = lane_predictions(plan)[lane].of(own)
+    check_room(predicted.peak_bytes, device)
+    measured = in_fresh_process(_measured_or_none, plan, model, rank, str(device), steps, rank=rank)
+    if measured is None:
+        has = _device_bytes(device)
+        if has < predicted.limit_bytes:
+            raise RunError(
+                f"Rank {rank} ran out of memory on a device that is smaller than the plan's.",
+                where=str(device),
+                seen=format_bytes(has),
+                allowed=f"a device with the {format_bytes(predicted.limit_bytes)} of the plan's own, or more",
+            )
+    return RankMemory(
+        rank=rank,
+        device=own,
+        lane=lane,
+        predicted_bytes=predicted.peak_bytes,
+        limit_bytes=predicted.limit_bytes,
+        measured=measured,
+    )
+
+
+def measure_rank(plan: Plan, model: Model, rank: int, device: torch.device, steps: int = STEPS) -> Measured:
+    """What a rank takes, measured in this process, which must not be part of a world."""
+    count: Callable[[list[tuple[str, Callable[[], None]]]], Measured]
+    count = _count_on_cuda if device.type == "cuda" else count_on_cpu
+    with alone(rank, len(plan.devices)), _threads_of_a_run(plan):
+        return count(stretches(plan, model, device, steps))
+
+
+@contextmanager
+def _threads_of_a_run(plan: Plan) -> Iterator[None]:
+    """Launchers give ranks of one machine one thread each, unless told otherwise; kernels' buffers depend on it."""
+    threads = torch.get_num_threads()
+    if len(plan.devices) > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def stretches(
+    plan: Plan, model: Model, device: torch.device, steps: int, comms: Comms | None = None
+) -> list[tuple[str, Callable[[], None]]]:
+    """(name, work) of what this rank of the present world does: build, train, evaluate."""
+    made: list[Any] = []
+
+    def build() -> None:
+        worker = build_worker(plan, model, comms or Comms(device), device, OptimizerConfig())
+        made.extend((worker, feeding_of(plan, model, worker.device, device)))
+
+    def train() -> None:
+        worker, feeding = made
+        for step in range(steps):
+            fed = feeding.step(0)
+            worker.step(fed.feeds, step, fed.divisor, fed.counts)
+
+    def evaluate() -> None:
+        worker, feeding = made
+        fed = feeding.evaluation(0)
+        worker.evaluate(fed.feeds, fed.counts)
+
+    return [("build", build), ("train", train), ("evaluate", evaluate)]
+
+
+def feeding_of(plan: Plan, model: Model, rank_device: int, device: torch.device) -> Feeding:
+    """Random data for a device: tokens that the model's embedding knows, with images where the model takes them, or the
+    inputs of a whole model."""
+    if is_multimodal(model):
+        return RandomImages(plan, model, vocabulary_of(model), rank_device, device)
+    if own_length(model) is None:
+        return TextFeeding(plan, RandomText(plan, model), rank_device, device)
+    tensors = [tensor for layer in model.layers for tensor in model.layer_graph(layer).inputs]
+    fed = {tensor.name: tensor for tensor in tensors if tensor.role != "activation"}  # both may be called x
+    fields = {name: field_of(tensor) for name, tensor in fed.items()}
+    rows = RandomItems(fields, vocabulary_of(model), 2 * plan.job.batch)
+    samples = Samples(rows, fields, where="random rows", batch=plan.job.batch, held_out=plan.job.batch)
+    return SampleFeeding(plan, model, samples, fed, rank_device, device, lambda number: number)
+
+
+class RandomItems:
+    """A data set for the inputs of a whole model: random numbers, random tokens, zeros for any other whole number."""
+
+    def __init__(self, fields: Mapping[str, Field], vocabulary: int, count: int) -> None:
+        self._fields, self._vocabulary, self._count = fields, vocabulary, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> dict[str, NDArray[Any]]:
+        draw = np.random.default_rng(row)
+        return {name: self._value(name, field, draw) for name, field in self._fields.items()}
+
+    def _value(self, name: str, field: Field, draw: np.random.Generator) -> NDArray[Any]:
+        if field.dtype == "float":
+            return draw.normal(size=field.shape)
+        return draw.integers(0, self._vocabulary if name == "tokens" else 1, field.shape).astype(field.numpy)
+
+
+class RandomText:
+    """Rows of random tokens that the model's embedding knows; token 0 ends a document, where they are kept apart."""
+
+    separator = 0
+    digest = "random"
+
+    def __init__(self, plan: Plan, model: Model) -> None:
+        batch, self.length = plan.job.batch, plan.job.sequence + 1
+        self.rows = Rows(count=2 * batch, sequence=self.length - 1, last_labels=self.length - 1, held_out=batch)
+        self.vocabulary = vocabulary_of(model)
+
+    def row(self, index: int) -> NDArray[np.int64]:
+        return np.random.default_rng(index).integers(0, self.vocabulary, self.length)
+
+
+def vocabulary_of(model: Model) -> int:
+    """How many tokens the model knows: the rows of the table that it looks its tokens up in; 2 where it has none."""
+    for layer in model.layers:
+        graph = model.layer_graph(layer)
+        tokens = {tensor.name for tensor in graph.inputs if tensor.role == "tokens"}
+        tables = {parameter.name: parameter for parameter in graph.parameters}
+        for operator in graph.operators:
+            if operator.kind == "embedding" and tokens & {*operator.inputs}:
+                return min(int(tables[name].shape[0]) for name in operator.inputs if name in tables)
+    return 2
+
+
+def check_room(needed_bytes: float, device: torch.device) -> None:
+    """Raises RunError where a rank that needs so much cannot be run here at all."""
+    has = _free_bytes(device)
+    if needed_bytes > has:
+        raise RunError(
+            "This machine has too little memory to run a rank of the plan.",
+            where=str(device),
+            seen=f"{format_bytes(has)} free, and the rank is predicted to need {format_bytes(needed_bytes)}",
+            next_step="run `pipefit verify` on one of the devices that the plan is for",
+        )
+
+
+def in_fresh_process(work: Callable[..., Any], *arguments: Any, rank: int) -> Any:
+    """What `work` gives in a process of its own, so that nothing is left from before. RunError where it is killed."""
+    import torch.multiprocessing as multiprocessing
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of its beginning and its end
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(work, *arguments).result()
+        except BrokenProcessPool:
+            raise RunError(
+                f"The process of rank {rank} was killed before it was done: most likely the machine ran out of memory.",
+                where=f"rank {rank}",
+                next_step="run `pipefit verify` on a machine with more memory",
+            ) from None
+
+
+def _measured_or_none(plan: Plan, model: Model, rank: int, device: str, steps: int) -> Measured | None:
+    try:
+        return measure_rank(plan, model, rank, torch.device(device), steps)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+
+
+def count_on_cpu(work: Sequence[tuple[str, Callable[[], None]]]) -> Measured:
+    """What these stretches have alive, by the record of this thread: what another one lets go of still counts."""
+    gc.collect()  # an earlier worker that is let go of now must not be counted as memory that comes back
+    with AllocationAudit() as audit:
+        for name, call in work:
+            AllocationAudit.mark(name, call)()
+    return Measured(**{one.name: one.peak_bytes for one in audit.usage})
+
+
+def _count_on_cuda(work: Sequence[tuple[str, Callable[[], None]]]) -> Measured:
+    peaks = {}
+    for name, call in work:
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated()
+    return Measured(**peaks, reserved=torch.cuda.memory_reserved())
+
+
+def _fullest_device(plan: Plan, lane: int, kind: str) -> int:
+    """The device of a lane with most rows and the largest shard, of this kind where its kinds of devices hold different
+    amounts: the one that the prediction is for."""
+    group, said = plan.lane_group(lane), lane_predictions(plan)[lane]
+    return max(
+        [device for device in group.devices if said.of(device).kind == kind],
+        key=lambda device: (
+            tuple(axis.shares[group.position(device, axis.name)] for axis in group.axes),
+            -plan.devices.index(device),
+        ),
+    )
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = next((line for line in lines if line.startswith("MemAvailable:")), "")
+    except OSError:
+        found = ""
+    return float(found.split()[1]) * 1024 if found else float("inf")
+
+
+def _device_bytes(device: torch.device) -> float:
+    return float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else _free_bytes(device)

@@ -1,0 +1,406 @@
+"""From a plan to this rank's worker: programs of its stages, parameters in buckets, process groups, wires.
+
+Everything here is a function of (plan, model, device); no rank asks another. `verify_ranks` has made sure before
+that all of them read the same plan and captured the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipefit.errors import StalePlanError
+from pipefit.lab.pace import paced
+from pipefit.layout import AxisName, Box, Group, holding, parse_form
+from pipefit.model.graph import Model
+from pipefit.model.ops.linear_factors import reduced_nowhere
+from pipefit.model.registry import build_layers
+from pipefit.plan.assemble.shard_programs import LayerProgram, Programs, check_handing, program_hash, sharding_key
+from pipefit.plan.request.sequence_length import length_problems
+from pipefit.plan.request.sliceable import document_problems, slice_problems
+from pipefit.plan.types import Parameter, Plan, Stage
+from pipefit.run.sharded.collectives import ShardContext
+from pipefit.run.stage.initial_values import Value, initial_values
+from pipefit.run.stage.program import StageLayer, StageProgram
+from pipefit.run.transfers.comms import Comms
+from pipefit.run.transfers.wiring import channel_pairs
+from pipefit.run.update.buckets import Entry, make_buckets
+from pipefit.run.update.optimizer import OptimizerConfig
+from pipefit.run.update.reduce import Reducer
+from pipefit.run.update.tied import TiedSum, TiedUse, tied_pairs
+from pipefit.run.worker.planned import edge_shapes, layers_of, side_loss
+from pipefit.run.worker.runnable import check_runnable
+from pipefit.run.worker.worker import Frozen, Worker, lane_of
+from pipefit.schedule.lowering.frozen import with_backward
+from pipefit.shard.apart import check_apart
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+BUCKET_BYTES = 32 << 20
+"""Of gradients in one reduction: large enough that latency does not count, small enough to overlap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank is in a plan."""
+
+    device: int
+    lane: int
+    groups: Mapping[int, Group]
+    "Of every stage of its lane."
+    ranks: Mapping[int, int]
+    "Device -> global rank."
+    torch_device: torch.device
+
+
+def place_of(plan: Plan, rank: int, torch_device: torch.device) -> Place:
+    """The place of a rank: rank i of a run is the i-th of the plan's devices."""
+    device = plan.devices[rank]
+    lane = lane_of(plan, device)
+    ranks = {d: i for i, d in enumerate(plan.devices)}
+    groups = {stage: plan.stage_group(stage) for stage, other in enumerate(plan.order.placement) if other == lane}
+    return Place(device=device, lane=lane, groups=groups, ranks=ranks, torch_device=torch_device)
+
+
+def build_worker(
+    plan: Plan,
+    model: Model,
+    comms: Comms,
+    torch_device: torch.device,
+    optimizer: OptimizerConfig,
+    *,
+    value: Value | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Worker:
+    """The worker of this rank, with parameters from `value`, or initialised from the plan's seed.
+
+    All ranks call this together: process groups are made, unless they are there. Raises PlanError for what cannot be
+    run, and StalePlanError if the model's programs are not those that the plan was made for.
+    """
+    check_runnable(plan)
+    check_apart(model)
+    for rule in (length_problems, slice_problems, document_problems):
+        for error in rule(plan, model):
+            raise error
+    place = place_of(plan, comms.rank, torch_device)
+    programs_of = stage_programs(plan, model)
+    make_groups(plan, model, comms, programs_of)
+    uses = tied_uses(plan, model, programs_of)
+    across = shared_devices(plan, model, uses, programs_of)
+    dtype = DTYPES[plan.job.precision]
+    gradient_dtype = torch.promote_types(dtype, torch.float32)
+    trained = with_backward(plan.schedule())
+    programs = {
+        stage: _program(plan, model, stage, programs_of[stage], place, comms, dtype, trained)
+        for stage, lane in enumerate(plan.order.placement)
+        if lane == place.lane
+    }
+    value = initial_values(plan, model) if value is None else value
+    entries, frozen = _entries(plan, model, programs, programs_of, place, value)
+    for entry in entries:
+        if entry.name in across:
+            entry.across, entry.tied = across[entry.name][place.device], False
+    buckets = make_buckets(entries, gradient_dtype, bucket_bytes, _scatter_places(entries, place))
+    gradients = {name: view for bucket in buckets for name, view in bucket.views.items()}
+    for program in programs.values():
+        program.bind_gradients({name: gradients[name] for name, p in program.parameters.items() if p.requires_grad})
+    tied = {
+        name: TiedSum(
+            name, shape, list(who.values()), place.device, place.ranks, comms,
+            2 * len(plan.edges) + number, gradients[name],
+        )
+        for number, (name, (shape, who)) in enumerate(sorted(uses.items()))
+        if name in gradients and place.lane in who and name not in across
+    }  # fmt: skip
+    return Worker(
+        plan,
+        device=place.device,
+        ranks=place.ranks,
+        comms=comms,
+        world=comms.group(list(place.ranks.values())),
+        programs=programs,
+        buckets=buckets,
+        reducer=Reducer(buckets, comms, place.groups, place.device, place.ranks, tied),
+        torch_device=torch_device,
+        dtype=dtype,
+        shape_of=edge_shapes(plan, model),
+        optimizer=optimizer,
+        master_dtype=gradient_dtype,
+        loss_modules=[module.name for module in model.modules if model.layer_graph(module.layers[-1]).loss],
+        frozen=frozen,
+    )
+
+
+def make_groups(
+    plan: Plan, model: Model, comms: Comms, programs_of: Sequence[Mapping[str, LayerProgram]] | None = None
+) -> None:
+    """Every process group of the plan: called by all ranks of the world, with the same plan and model."""
+    ranks = {device: rank for rank, device in enumerate(plan.devices)}
+    shape_of = edge_shapes(plan, model)
+    groups: list[list[int]] = [list(ranks.values())]
+    for group in dict.fromkeys(plan.stage_group(stage) for stage in range(len(plan.stages))):
+        for device in group.devices:
+            for axes in (("replica",), ("shard",), ("replica", "shard")):
+                groups.append([ranks[d] for d in group.along(device, axes)])
+    programs_of = stage_programs(plan, model) if programs_of is None else programs_of
+    uses = tied_uses(plan, model, programs_of)
+    across = shared_devices(plan, model, uses, programs_of)
+    for members in across.values():
+        groups += [[ranks[d] for d in devices] for devices in members.values()]
+    comms.make(groups)
+    if comms.tagged:
+        return
+    pairs = channel_pairs(plan, lambda edge: shape_of(edge, 0))
+    for name, (shape, who) in uses.items():
+        if name not in across:
+            pairs += tied_pairs(shape, list(who.values()))
+    comms.make_pairs((ranks[a], ranks[b]) for a, b in pairs)
+
+
+def stage_programs(plan: Plan, model: Model) -> list[Mapping[str, LayerProgram]]:
+    """For every stage, the program of each of its graphs. StalePlanError where a hash in the plan disagrees."""
+    made = Programs(model, plan.recipes)
+    result: list[Mapping[str, LayerProgram]] = []
+    for index, stage in enumerate(plan.stages):
+        shares = plan.groups[stage.group].group().axis("shard").shares
+        programs = {layer.graph: made.program(layer, sharding_key(stage), shares) for layer in layers_of(model, stage)}
+        check_handing([programs[layer.graph] for layer in layers_of(model, stage)], shares, f"stages[{index}]")
+        seen = program_hash([programs[layer.graph] for layer in layers_of(model, stage)])
+        if stage.program and seen != stage.program:
+            raise StalePlanError(
+                "The plan was made for another program of this stage.",
+                where=f"stages[{index}].program",
+                seen=f"{seen} here, {stage.program} in the plan",
+                next_step="make the plan again with the model as it is now",
+            )
+        result.append(programs)
+    return result
+
+
+def _program(
+    plan: Plan,
+    model: Model,
+    index: int,
+    programs: Mapping[str, LayerProgram],
+    place: Place,
+    comms: Comms,
+    dtype: torch.dtype,
+    trained: Collection[int],
+) -> StageProgram:
+    stage, group = plan.stages[index], place.groups[index]
+    axis = group.axis("shard")
+    position = group.position(place.device, "shard")
+    shard = None
+    if axis.size > 1:
+        members = [place.ranks[d] for d in group.along(place.device, ("shard",))]
+        shard = ShardContext(group=comms.group(members), shares=axis.shares, position=position)
+    layers = [
+        StageLayer(layer.name, program.graphs[position if axis.size > 1 else 0], layer.parameters, program.shares)
+        for layer in layers_of(model, stage)
+        for program in [programs[layer.graph]]
+    ]
+    before = [module.name for module in model.modules].index(stage.module)
+    program = StageProgram(
+        layers,
+        recompute=stage.recompute,
+        device=place.torch_device,
+        dtype=dtype,
+        shard=shard,
+        seed=plan.job.seed,
+        first_layer_index=sum(len(module.layers) for module in model.modules[:before]) + stage.layers[0],
+        slices=len(plan.order.slices),
+        modules=_opaque_modules(model, layers, place.torch_device),
+        backward=index in trained,
+        input_gradient=any(edge.source in trained for edge in plan.edges if edge.target == index),
+        side_loss=side_loss(model, stage),
+    )
+    return paced(program)
+
+
+def _opaque_modules(
+    model: Model, layers: Sequence[StageLayer], device: torch.device
+) -> dict[str, torch.nn.Module] | None:
+    """The user's own modules for layers that could not be captured, by layer name. Their parameters are not used."""
+    wanted = {layer.name for layer in layers if any(op.kind == "opaque" for op in layer.graph.operators)}
+    if not wanted:
+        return None
+    built = build_layers(model.family, model.config, device=str(device))
+    return {str(layer.layer_name): layer for layer in built if layer.layer_name in wanted}
+
+
+def _entries(
+    plan: Plan,
+    model: Model,
+    programs: Mapping[int, StageProgram],
+    programs_of: Sequence[Mapping[str, LayerProgram]],
+    place: Place,
+    value: Value,
+) -> tuple[list[Entry], dict[str, Frozen]]:
+    entries: dict[str, Entry] = {}
+    frozen: dict[str, Frozen] = {}
+    for stage, program in programs.items():
+        group = place.groups[stage]
+        places = _layer_places(model, plan.stages[stage])
+        alike = _alike(model, plan.stages[stage], programs_of[stage])
+        for parameter in plan.parameters:
+            tensor = program.parameters.get(parameter.name)
+            if tensor is None:
+                continue
+            box = _box(parameter, model, plan.stages[stage], programs_of[stage], group.position(place.device, "shard"))
+            assert tuple(b - a for a, b in box) == tuple(tensor.shape), (parameter.name, box, tensor.shape)
+            if parameter.name in entries:
+                entries[parameter.name].twin = tensor
+                continue
+            with torch.no_grad():
+                tensor.copy_(value(parameter.name, parameter.shape, box))
+            form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            if len(parameter.uses) > 1:
+                forms = [parse_form(form if axis.name == "shard" else "I") for axis in group.axes]
+                assert box == holding(parameter.shape, group, forms, place.device), parameter.name
+            if tensor.requires_grad:
+                layer = places[parameter.name]
+                own_alike: tuple[AxisName, ...] = ("shard",) if parameter.name in alike else ()
+                entries[parameter.name] = _entry(plan, parameter, stage, layer, box, tensor, place, form, own_alike)
+            else:
+                saves = plan.order.placement[parameter.owner] == place.lane
+                frozen[parameter.name] = (parameter.shape, box, tensor, saves)
+    return list(entries.values()), frozen
+
+
+def _entry(
+    plan: Plan,
+    parameter: Parameter,
+    stage: int,
+    layer: int,
+    box: Box,
+    tensor: torch.nn.Parameter,
+    place: Place,
+    form: str,
+    alike: Sequence[AxisName],
+) -> Entry:
+    """`form`: how it lies here along the shard axis, which may differ from the owner's; `alike`: axes along which its
+    gradient is whole on every device."""
+    axes = [axis for axis in place.groups[stage].axes if axis.size > 1]
+    owner = plan.groups[plan.stages[parameter.owner].group].group()
+    state = {axis.name: each for axis, each in zip(owner.axes, parameter.state, strict=True)}
+    lanes = {plan.order.placement[use] for use in parameter.uses}
+    copied = [axis.name for axis in axes if axis.name != "shard" or form == "I"]
+    return Entry(
+        name=parameter.name,
+        stage=stage,
+        layer=layer,
+        shape=parameter.shape,
+        box=box,
+        tensor=tensor,
+        sum_over=tuple(name for name in copied if name not in alike),
+        alike_over=tuple(name for name in copied if name in alike),
+        scatter_over=tuple(axis.name for axis in axes if state.get(axis.name) == "Gflat"),
+        decays=len(parameter.shape) > 1,
+        counted=plan.order.placement[parameter.owner] == place.lane,
+        tied=len(lanes) > 1,
+        state=parameter.state if plan.stages[stage].turns > 1 else (),
+    )
+
+
+def _box(parameter: Parameter, model: Model, stage: Stage, programs: Mapping[str, LayerProgram], position: int) -> Box:
+    """What a device at this position of the shard axis holds: the runs that the sharded graphs' own local shapes add up
+    to."""
+    whole = tuple((0, length) for length in parameter.shape)
+    for layer in layers_of(model, stage):
+        for local, name in layer.parameters.items():
+            if name == parameter.name:
+                program = programs[layer.graph]
+                form = program.parameters[local]
+                if form.kind != "G" or form.dim is None:
+                    return whole
+                sizes = [graph.parameter(local).shape[form.dim] for graph in program.graphs]
+                start = sum(sizes[:position])
+                run = (start, start + sizes[position])
+                return (*whole[: form.dim], run, *whole[form.dim + 1 :])
+    raise AssertionError(f"{parameter.name} is not in the stage")
+
+
+def _alike(model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> set[str]:
+    """Global names of parameters whose gradients every device of the shard axis computes whole."""
+    return {
+        layer.parameters[local]
+        for layer in layers_of(model, stage)
+        for local in reduced_nowhere(programs[layer.graph].graphs[0])
+    }
+
+
+def _layer_places(model: Model, stage: Stage) -> dict[str, int]:
+    """Global name -> the first layer within the stage that uses it: the last that a backward completes."""
+    places: dict[str, int] = {}
+    for index, layer in enumerate(layers_of(model, stage)):
+        for name in layer.parameters.values():
+            places.setdefault(name, index)
+    return places
+
+
+def tied_uses(
+    plan: Plan, model: Model, programs_of: Sequence[Mapping[str, LayerProgram]]
+) -> dict[str, tuple[tuple[int, ...], dict[int, TiedUse]]]:
+    """Parameters that stages of several lanes use: name -> (shape, lane -> use)."""
+    tied = {}
+    for parameter in plan.parameters:
+        who: dict[int, TiedUse] = {}
+        for stage in parameter.uses:
+            group = plan.groups[plan.stages[stage].group].group()
+            form = _form(parameter.name, model, plan.stages[stage], programs_of[stage])
+            forms = tuple(form if axis.name == "shard" else "I" for axis in group.axes)
+            who.setdefault(plan.order.placement[stage], TiedUse(stage, group, forms))
+        if len(who) > 1 and parameter.trainable:
+            tied[parameter.name] = (parameter.shape, who)
+    return tied
+
+
+def shared_devices(
+    plan: Plan,
+    model: Model,
+    uses: Mapping[str, tuple[tuple[int, ...], Mapping[int, TiedUse]]],
+    programs_of: Sequence[Mapping[str, LayerProgram]],
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Of those of `tied_uses` that only stages which take turns use, and hold alike: name -> device -> the devices over
+    which one sum makes its gradient. All devices, where each of them has it whole and the gradients of its own rows and
+    shard; those at the same position of their shard axes, where it is split over these, or its gradient comes out whole
+    on all of them. Where stages differ in that, their gradients are exchanged as those of any tied parameter are."""
+    alike = [_alike(model, stage, programs) for stage, programs in zip(plan.stages, programs_of, strict=True)]
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, (_, who) in uses.items():
+        each = list(who.values())
+        if any(plan.stages[use.stage].turns == 1 for use in each):
+            continue
+        shards = {use.group.axis("shard").shares for use in each}
+        parts = {(_shard_form(use), name in alike[use.stage]) for use in each}
+        apart = parts != {("I", False)}
+        if len(parts) > 1 or (apart and len(shards) > 1):
+            continue
+        members: dict[int, list[int]] = {}
+        for use in each:
+            for device, position in use.group.positions("shard").items():
+                members.setdefault(position if apart else 0, []).append(device)
+        found[name] = {device: tuple(devices) for devices in members.values() for device in devices}
+    return found
+
+
+def _shard_form(use: TiedUse) -> str:
+    return next((form for axis, form in zip(use.group.axes, use.forms, strict=True) if axis.name == "shard"), "I")
+
+
+def _form(name: str, model: Model, stage: Stage, programs: Mapping[str, LayerProgram]) -> str:
+    for layer in layers_of(model, stage):
+        for local, other in layer.parameters.items():
+            if other == name:
+                return str(programs[layer.graph].parameters[local])
+    raise AssertionError(f"{name} is not in the stage")
+
+
+def _scatter_places(entries: Sequence[Entry], place: Place) -> dict[object, tuple[int, int]]:
+    result: dict[object, tuple[int, int]] = {}
+    for entry in entries:
+        members = sorted(place.ranks[d] for d in place.groups[entry.stage].along(place.device, entry.scatter_over))
+        result[entry.stage, entry.scatter_over] = (members.index(place.ranks[place.device]), len(members))
+    return result

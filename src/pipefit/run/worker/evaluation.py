@@ -1,0 +1,78 @@
+"""Evaluation on held-out rows: the forward part of a lane, nothing kept but what later slices of a row read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipefit.plan.types import Edge
+from pipefit.run.transfers.action_tensors import Ends
+from pipefit.run.transfers.cells import Operation
+from pipefit.run.transfers.packed import Counts
+from pipefit.run.transfers.wiring import Wiring
+from pipefit.run.worker.worker import Feeds, Worker
+from pipefit.schedule.actions import Action
+
+
+class Evaluation:
+    """The forward part of a lane: the plan's own order, slices among it, without its backward actions.
+
+    Leaving actions out of an order that works leaves an order that works, so nothing new can deadlock; and what stays
+    alive is part of what stays in training, so nothing new can run out of memory.
+    """
+
+    def __init__(self, worker: Worker, shape_of: Callable[[Edge, int], Sequence[int]]) -> None:
+        self.worker = worker
+        plan = worker.plan
+        self.wiring = Wiring(
+            plan,
+            worker.lane,
+            worker.device,
+            worker.comms,
+            worker.ranks,
+            worker.torch_device,
+            worker.dtype,
+            shape_of,
+        )
+        self.ends = Ends(plan, self.wiring, worker.trained)
+        self.actions = [a for a in worker.actions if a.kind in ("F", "SEND_F", "RECV_F")]
+        self.operations = []
+        for action in self.actions:
+            if action.kind == "F":
+                self.operations.append(self._forward(action))
+            elif action.kind == "SEND_F":
+                self.operations.append(self.wiring.send(action))
+            else:
+                self.operations.append(self.wiring.receive(action))
+        self.feeds: Mapping[int, Feeds] = {}
+        self.losses = torch.zeros(len(worker.loss_modules), dtype=torch.float64, device=worker.torch_device)
+
+    def run(self, feeds: Mapping[int, Feeds], counts: Counts) -> Tensor:
+        """The summed losses over all ranks, one for each of the worker's `loss_modules`."""
+        self.feeds = feeds
+        self.losses.zero_()
+        self.wiring.begin_step(counts)
+        for operation in self.operations:
+            operation()
+        self.wiring.flush()
+        if self.worker.world is not None:
+            dist.all_reduce(self.losses, group=self.worker.world)
+        return self.losses.clone()
+
+    def _forward(self, action: Action) -> Operation:
+        worker, stage, microbatch, slice_ = self.worker, action.stage, action.microbatch, action.slice
+        call = worker.programs[stage].evaluate
+        takes, gives = self.ends.takes(action, "F"), self.ends.gives(action, "F")
+        adds_loss, fed = worker.adds_loss(stage), worker.fed(action)
+        place = worker.loss_place(stage) if adds_loss else 0
+
+        def forward() -> None:
+            outputs = call(microbatch, slice_, takes(), self.feeds[stage][fed][slice_])
+            gives(outputs)
+            if adds_loss:
+                self.losses[place] += outputs["loss"]
+
+        return forward

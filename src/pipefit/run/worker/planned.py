@@ -1,0 +1,63 @@
+"""What a plan's stages and edges are with the model at hand: layers, the shapes that cross, the loss beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipefit.errors import StalePlanError
+from pipefit.model.graph import Layer, Model, Module, size_value
+from pipefit.plan.types import Edge, Plan, Stage
+from pipefit.run.transfers.packed import packed_space
+
+
+def edge_shapes(plan: Plan, model: Model) -> Callable[[Edge, int], tuple[int, ...]]:
+    """The global shape of one microbatch's slice of an edge's tensor. In a packed space tokens differ from microbatch
+    to microbatch: here there is one for every row."""
+    spaces = {space.name: space for space in plan.spaces}
+
+    def shape_of(edge: Edge, slice_: int) -> tuple[int, ...]:
+        graph = model.layer_graph(layers_of(model, plan.stages[edge.source])[-1])
+        tensor = graph.tensor(edge.tensor or graph.outputs[0])
+        rows = plan.job.batch // plan.order.microbatches
+        if packed_space(plan, edge):
+            return 1, rows, int(tensor.shape[-1])
+        space = spaces[plan.stages[edge.source].space]
+        tokens = plan.order.slices[slice_]
+        if space.tokens != plan.job.sequence:
+            rows, tokens = space.rows // plan.order.microbatches, space.tokens
+        return tuple(size_value(size, {"B": rows, "T": tokens}) for size in tensor.shape)
+
+    return shape_of
+
+
+def side_loss(model: Model, stage: Stage) -> str:
+    """The loss that the stage makes beside the hidden state that it hands to another module; '' where there is none."""
+    module = module_of(model, stage)
+    graph = model.layer_graph(module.layers[-1])
+    return graph.loss or "" if stage.layers[1] == len(module.layers) and graph.hidden else ""
+
+
+def module_of(model: Model, stage: Stage) -> Module:
+    """The module of a stage. StalePlanError where the model has none of that name."""
+    for module in model.modules:
+        if module.name == stage.module:
+            return module
+    raise StalePlanError(
+        "The plan names a module that the model does not have.",
+        seen=stage.module,
+        allowed=", ".join(module.name for module in model.modules),
+    )
+
+
+def layers_of(model: Model, stage: Stage) -> tuple[Layer, ...]:
+    """The layers of a stage. StalePlanError where the model has fewer."""
+    module = module_of(model, stage)
+    if stage.layers[1] > len(module.layers):
+        raise StalePlanError(
+            "The plan's stages go beyond the model's layers.",
+            where=f"module {stage.module!r}",
+            seen=f"layers up to {stage.layers[1]}",
+            allowed=f"{len(module.layers)} layers",
+            next_step="make the plan again with the model as it is now",
+        )
+    return module.layers[stage.layers[0] : stage.layers[1]]

@@ -1,0 +1,96 @@
+"""The state of a run under global names: what checkpoints hold, and what final weights are made of.
+
+`model/NAME` the parameter, `first/NAME` and `second/NAME` AdamW's moments, `master/NAME` the float32 copy under
+bfloat16. A piece is the box that a rank holds of it, or the flat run of that box that it owns under ZeRO-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from pipefit.layout import Run
+from pipefit.run.checkpoint.pieces import Piece
+from pipefit.run.update.buckets import Bucket, Entry
+from pipefit.run.update.optimizer import AdamW
+from pipefit.run.worker.worker import Worker
+
+MODEL, FIRST, SECOND, MASTER = "model/", "first/", "second/", "master/"
+
+
+def model_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
+    """What this rank holds of every parameter, frozen ones included.
+
+    When `saving`, tied parameters are given by their owner's lane only; when loading, by all that hold them.
+    """
+    pieces = [
+        Piece(name=MODEL + entry.name, shape=entry.shape, box=entry.box, tensor=entry.tensor.detach())
+        for bucket in worker.buckets
+        for entry in bucket.entries
+        if entry.counted or not saving
+    ]
+    for name, (shape, box, tensor, counted) in worker.frozen.items():
+        if counted or not saving:
+            pieces.append(Piece(name=MODEL + name, shape=shape, box=box, tensor=tensor.detach()))
+    return pieces
+
+
+def optimizer_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
+    """What this rank owns of the optimizer's state."""
+    pieces = []
+    for bucket, optimizer in zip(worker.buckets, worker.optimizers, strict=True):
+        for entry, local, owned in bucket.owned_runs():
+            if entry.counted or not saving:
+                pieces += _of_entry(entry, local, owned, optimizer)
+    return pieces
+
+
+def all_pieces(worker: Worker, *, saving: bool) -> list[Piece]:
+    """Everything that a checkpoint holds."""
+    return model_pieces(worker, saving=saving) + optimizer_pieces(worker, saving=saving)
+
+
+def stored_pieces(worker: Worker, stored: Collection[str]) -> list[Piece]:
+    """`all_pieces` to load from a checkpoint with these tensors, whatever precision it was trained in.
+
+    Float32 masters start from the parameters of a float32 run; float32 parameters continue a bfloat16 run's masters.
+    """
+    pieces = all_pieces(worker, saving=False)
+    mastered = {piece.name for piece in pieces if piece.name.startswith(MASTER)}
+
+    def source(name: str) -> str:
+        kind, _, rest = name.partition("/")
+        if f"{kind}/" == MASTER and name not in stored:
+            return MODEL + rest
+        if f"{kind}/" == MODEL and not mastered and MASTER + rest in stored:
+            return MASTER + rest
+        return name
+
+    return [replace(piece, name=source(piece.name)) for piece in pieces]
+
+
+def gradient_pieces(worker: Worker) -> list[Piece]:
+    """The reduced gradients of the last step, as far as this rank owns them (clipped, if clipping is on)."""
+    return [
+        Piece(
+            name=entry.name, shape=entry.shape, box=entry.box, flat=local,
+            tensor=_owned_gradients(bucket)[owned[0] : owned[1]],
+        )
+        for bucket in worker.buckets
+        for entry, local, owned in bucket.owned_runs()
+        if entry.counted
+    ]  # fmt: skip
+
+
+def _of_entry(entry: Entry, local: Run, owned: Run, optimizer: AdamW) -> list[Piece]:
+    parts = {FIRST: optimizer.first, SECOND: optimizer.second}
+    if optimizer.has_master:
+        parts[MASTER] = optimizer.master
+    return [
+        Piece(name=prefix + entry.name, shape=entry.shape, box=entry.box, flat=local, tensor=tensor[slice(*owned)])
+        for prefix, tensor in parts.items()
+    ]
+
+
+def _owned_gradients(bucket: Bucket):  # type: ignore[no-untyped-def]
+    return bucket.gradients[slice(*bucket.owned)]

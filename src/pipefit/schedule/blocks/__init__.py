@@ -1,0 +1,1 @@
+"""Building blocks of pipeline schedules and the passes that make schedules of them."""

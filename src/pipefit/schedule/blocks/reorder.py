@@ -1,0 +1,149 @@
+"""Reordering the ends of a repeated V block: a warm-up that fills the memory, and a cool-down without gaps.
+
+Both keep the steady state between them, and the peak (Qi et al. 2024, arXiv 2405.15362, section 3.3 and appendix; the
+counts are those of the authors' program). Lane i of d holds stages i (the way down) and 2d-1-i (the way up). Times are
+slots of one F, I or W. With them the V family reaches, on the lane that takes longest, max(0, 6d - 3k - 1) idle slots
+for k stage-microbatches of memory, which is the paper's lower bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipefit.schedule.actions import Kind
+from pipefit.schedule.blocks.passes import Lanes, Pass, number, squeeze
+
+Sort = tuple[Kind, int]
+"""(kind, stage)."""
+
+
+def peak(passes: Sequence[Pass]) -> int:
+    """The most stage-microbatches that a lane holds at once, in this order."""
+    held = most = 0
+    for one in passes:
+        held += (one.kind == "F") - (one.kind in ("W", "B"))
+        most = max(most, held)
+    return most
+
+
+def reorder_warm_up(lanes: Lanes, most: int) -> Lanes:
+    """The passes of every lane before its first backward of the way down, in an order that takes memory sooner.
+
+    Before its first backward of the way up, lane i runs forwards until `most` units are alive, min(i + 1, most / 2)
+    of them of the way up; then comes I, W and a forward in turn. Returns squeezed lanes.
+    """
+    depth = len(lanes)
+    most = min(most, 2 * depth)
+    reordered = []
+    for i, lane in enumerate(lanes):
+        down, up = i, 2 * depth - 1 - i
+        end = next(place for place, one in enumerate(lane) if (one.kind, one.stage) == ("I", down))
+        head = _warm_up(Counter((one.kind, one.stage) for one in lane[:end]), i, depth, most)
+        assert all(one.stage == up or one.kind == "F" for one in lane[:end])
+        reordered.append(number([*head, *((one.kind, one.stage) for one in lane[end:])]))
+    return squeeze(reordered, _vee(depth))
+
+
+def _warm_up(left: Counter[Sort], i: int, depth: int, most: int) -> list[Sort]:
+    """An order for the passes counted in `left`."""
+    down: Sort = ("F", i)
+    up: Sort = ("F", 2 * depth - 1 - i)
+    backward: tuple[Sort, Sort] = ("I", up[1]), ("W", up[1])
+    order: list[Sort] = []
+
+    def take(sort: Sort) -> bool:
+        if not left[sort]:
+            return False
+        left[sort] -= 1
+        order.append(sort)
+        return True
+
+    early_up = min(i + 1, most // 2, left[up])
+    early_down = min(most - min(i + 1, most // 2), left[down])
+    for place in range(2 * (depth - 1 - i) + i + 1):
+        if early_down:
+            early_down -= take(down)
+        if early_up and place >= 2 * (depth - 1 - i):
+            early_up -= take(up)
+    while left.total():
+        for sort in backward:
+            take(sort)
+        if not take(up):
+            take(down)
+    return order
+
+
+def without_weights(lanes: Lanes) -> Lanes:
+    """The lanes without W's, for `reorder_cool_down` to put in where lanes idle: for so few units that memory for all
+    of them is there."""
+    return tuple(tuple(one for one in lane if one.kind != "W") for lane in lanes)
+
+
+def reorder_cool_down(lanes: Lanes, most: int) -> Lanes:
+    """The last backwards of every lane as close together as the chain of stages allows, with W's in what is left.
+
+    `lanes` are squeezed, `most` is their peak; W's that they lack are put in. After lane 0's last forward the last
+    (most + 1) / 2 backwards of the way down end two slots apart, and between them up to i + 1 of the way up. Returns
+    squeezed lanes.
+    """
+    depth = len(lanes)
+    units = 1 + max(one.unit for one in lanes[0])
+    downs = min((most + 1) // 2, units)
+    turn = max(one.start for one in lanes[0] if (one.kind, one.stage) == ("F", 2 * depth - 1))
+    reordered = []
+    for i, lane in enumerate(lanes):
+        down, up = i, 2 * depth - 1 - i
+        ups = min(i + 1, most - downs, units)
+        grid = {one.start: (one.kind, one.stage) for one in lane}
+        _lift(grid, ("I", down), downs)
+        _lift(grid, ("I", up), ups)
+        _lift_weights(grid, {("W", down): downs, ("W", up): ups}, most)
+        for k in range(downs):
+            _put(grid, turn + 2 * depth - i - 2 * k, ("I", down))
+        for k in range(ups):
+            _put(grid, turn + 1 + i - 2 * k, ("I", up))
+        _fill_weights(grid, down, up)
+        reordered.append(number(grid[slot] for slot in sorted(grid)))
+    return squeeze(reordered, _vee(depth))
+
+
+def _lift(grid: dict[int, Sort], sort: Sort, count: int) -> None:
+    """Take the last `count` passes of a sort out."""
+    for slot in sorted((slot for slot, other in grid.items() if other == sort), reverse=True)[:count]:
+        del grid[slot]
+
+
+def _lift_weights(grid: dict[int, Sort], least: dict[Sort, int], total: int) -> None:
+    """Take W's out from the end until there are at least so many of each sort, and so many in all."""
+    lifted = dict.fromkeys(least, 0)
+    for slot in sorted(grid, reverse=True):
+        if all(lifted[sort] >= least[sort] for sort in least) and sum(lifted.values()) >= total:
+            return
+        if grid[slot] in lifted:
+            lifted[grid.pop(slot)] += 1
+
+
+def _put(grid: dict[int, Sort], slot: int, sort: Sort) -> None:
+    assert slot not in grid, f"{sort} and {grid[slot]} claim slot {slot}"
+    grid[slot] = sort
+
+
+def _fill_weights(grid: dict[int, Sort], down: int, up: int) -> None:
+    """Put the lifted W's into empty slots behind the last one that stayed, and behind everything, up before down."""
+    start = 1 + max((slot for slot, (kind, _) in grid.items() if kind == "W"), default=-1)
+    pending = {up: 0, down: 0}
+    slot, last = 0, max(grid)
+    while slot <= last or any(pending.values()):
+        if slot in grid:
+            kind, stage = grid[slot]
+            pending[stage] += (kind == "I") - (kind == "W")
+        elif slot >= start and any(pending.values()):
+            stage = up if pending[up] else down
+            grid[slot] = ("W", stage)
+            pending[stage] -= 1
+        slot += 1
+
+
+def _vee(depth: int) -> tuple[int, ...]:
+    return (*range(depth), *reversed(range(depth)))

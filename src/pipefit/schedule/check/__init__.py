@@ -1,0 +1,1 @@
+"""What makes a schedule valid: its rules, the deadlock check, and the drawing of the first fault."""

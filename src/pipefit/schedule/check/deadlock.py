@@ -1,0 +1,240 @@
+"""Can a lowered schedule hang? It is executed under the hardest rules that a transport may have.
+
+- A SEND blocks its lane until the matching RECV has been reached on the other lane (rendezvous). Receives do not
+  block: they are posted, and waited for by the compute action that uses the data.
+- Every directed pair of lanes is one first-in first-out channel for all that it carries, forward and backward: the
+  n-th SEND meets the n-th RECV, so both ends must name the same tensors in the same order.
+- A collective between lanes (NORM; a REDUCE of parameters that several stages share) blocks each of its lanes until
+  all are there. REDUCE and GATHER of one stage stay within the devices of one lane and hold up nobody else.
+
+A schedule that passes also runs on kinder transports. Gloo buffers small messages, so a schedule may hang on NCCL
+that ran on gloo: `rendezvous=False` has those kinder rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipefit.errors import DeadlockError
+from pipefit.schedule.actions import TRANSFER, Action, Schedule
+from pipefit.schedule.check.draw import Cell, bad_cell, draw
+
+Message = tuple[str, int, int, str, int, int]
+"""(F or B, sending stage, receiving stage, tensor, microbatch, slice)."""
+
+
+def find_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> DeadlockError | None:
+    """The error that describes why the lanes would hang or meet the wrong message, or None if all run to their end.
+
+    Expects a lowered schedule that `check` accepts (it looks at communication, not at what is computed).
+    """
+    error = _mismatch(schedule)
+    if error is not None:
+        return error
+    execution = _Execution(schedule, rendezvous)
+    execution.run()
+    if execution.finished:
+        return None
+    buffered = False
+    if rendezvous:
+        eager = _Execution(schedule, False)
+        eager.run()
+        buffered = eager.finished
+    return execution.error(buffered)
+
+
+def check_deadlock(schedule: Schedule, *, rendezvous: bool = True) -> None:
+    """Raise what `find_deadlock` finds."""
+    error = find_deadlock(schedule, rendezvous=rendezvous)
+    if error is not None:
+        raise error
+
+
+def message(action: Action) -> Message:
+    """What a SEND or RECV moves, named the same at both ends."""
+    ends = (action.stage, action.peer) if action.kind.startswith("SEND") else (action.peer, action.stage)
+    return (action.kind[-1], *ends, action.what, action.microbatch, action.slice)
+
+
+def channels(schedule: Schedule) -> dict[tuple[int, int], tuple[list[Cell], list[Cell]]]:
+    """For every directed pair of lanes, the cells of its SENDs and of its RECVs, each in lane order."""
+    found: dict[tuple[int, int], tuple[list[Cell], list[Cell]]] = {}
+    for lane, step, action in schedule:
+        if action.kind in TRANSFER:
+            other = schedule.placement[action.peer]
+            if action.kind.startswith("SEND"):
+                found.setdefault((lane, other), ([], []))[0].append((lane, step))
+            else:
+                found.setdefault((other, lane), ([], []))[1].append((lane, step))
+    return found
+
+
+def _mismatch(schedule: Schedule) -> DeadlockError | None:
+    """The first channel whose two ends disagree."""
+    lanes = schedule.lanes
+    for (source, target), (sends, receives) in sorted(channels(schedule).items()):
+        for index in range(max(len(sends), len(receives))):
+            if index < len(sends) and index < len(receives):
+                send, receive = sends[index], receives[index]
+                if message(lanes[send[0]][send[1]]) == message(lanes[receive[0]][receive[1]]):
+                    continue
+            return _mismatch_error(schedule, source, target, sends, receives, index)
+    return None
+
+
+def _mismatch_error(
+    schedule: Schedule, source: int, target: int, sends: Sequence[Cell], receives: Sequence[Cell], index: int
+) -> DeadlockError:
+    lanes = schedule.lanes
+    send = sends[index] if index < len(sends) else (source, len(lanes[source]))
+    receive = receives[index] if index < len(receives) else (target, len(lanes[target]))
+
+    def names(cells: Sequence[Cell]) -> str:
+        texts = [str(lanes[lane][step]) for lane, step in cells]
+        shown = [f">{text}<" if i == index else text for i, text in enumerate(texts)]
+        shown += [">nothing<"] if len(texts) == index else []
+        low = max(0, index - 3)
+        return ("... " if low else "") + " ".join(shown[low : index + 4]) + (" ..." if index + 4 < len(shown) else "")
+
+    text = draw(lanes, send, steps={source: send[1], target: receive[1]})
+    return DeadlockError(
+        f"The two ends of the channel from lane {source} to lane {target} disagree at message {index}.\n"
+        f"  lane {source} sends:    {names(sends)}\n"
+        f"  lane {target} receives: {names(receives)}\n{text}",
+        where=f"lane {source}, step {send[1]} and lane {target}, step {receive[1]}",
+        allowed="one first-in first-out order per directed pair of lanes, the same at both ends, for all tensors",
+        next_step="lower the computed schedule with pipefit.schedule.lowering.lower, which keeps this order",
+    )
+
+
+class _Execution:
+    """The lanes, running as far as they can. Wake-ups are by event, so that time is linear in the actions."""
+
+    def __init__(self, schedule: Schedule, rendezvous: bool) -> None:
+        self.schedule, self.rendezvous = schedule, rendezvous
+        self.lanes = schedule.lanes
+        self.place = [0] * len(self.lanes)
+        self.sent: set[Message] = set()
+        self.posted: set[Message] = set()
+        self.arrived: dict[str, set[int]] = {}
+        self.waiting: dict[tuple[str, object], list[int]] = {}
+        self.inputs: dict[tuple[str, int, int, int], list[Message]] = {}
+        self.members: dict[str, set[int]] = {}
+        self.last: dict[tuple[int, str], int] = {}
+        for lane, step, action in schedule:
+            if action.kind.startswith("RECV"):
+                first = schedule.turn(action.stage).first(action.microbatch)
+                key = (action.kind[-1], action.stage, first, action.slice)
+                self.inputs.setdefault(key, []).append(message(action))
+            name = _collective(action)
+            if name is not None:
+                self.members.setdefault(name, set()).add(lane)
+                self.last[lane, name] = step
+
+    @property
+    def finished(self) -> bool:
+        return all(place == len(lane) for place, lane in zip(self.place, self.lanes, strict=True))
+
+    def run(self) -> None:
+        ready = list(range(len(self.lanes)))
+        while ready:
+            lane = ready.pop()
+            while self.place[lane] < len(self.lanes[lane]):
+                needed = self._needs(lane, self.lanes[lane][self.place[lane]])
+                if needed is not None:
+                    self.waiting.setdefault(needed, []).append(lane)
+                    break
+                ready += self._done(lane, self.lanes[lane][self.place[lane]])
+                self.place[lane] += 1
+
+    def _needs(self, lane: int, action: Action) -> tuple[str, object] | None:
+        """The event that the lane must wait for before it can go past the action. Arriving is marked here."""
+        if action.kind.startswith("SEND"):
+            wanted = message(action)
+            return ("posted", wanted) if self.rendezvous and wanted not in self.posted else None
+        if action.kind in ("F", "B", "I"):
+            direction = "F" if action.kind == "F" else "B"
+            for wanted in self.inputs.get((direction, action.stage, action.microbatch, action.slice), ()):
+                if wanted not in self.posted:
+                    return ("posted", wanted)
+                if wanted not in self.sent:
+                    return ("sent", wanted)
+            return None
+        name = _collective(action)
+        if name is None or self.place[lane] != self.last[lane, name]:
+            return None
+        there = self.arrived.setdefault(name, set())
+        there.add(lane)
+        return ("all", name) if there != self.members[name] else None
+
+    def _done(self, lane: int, action: Action) -> list[int]:
+        """Note what the action did; the lanes that it wakes."""
+        event: tuple[str, object] | None = None
+        if action.kind.startswith("SEND"):
+            self.sent.add(message(action))
+            event = ("sent", message(action))
+        elif action.kind.startswith("RECV"):
+            self.posted.add(message(action))
+            event = ("posted", message(action))
+        elif _collective(action) is not None:
+            event = ("all", _collective(action))
+        return self.waiting.pop(event, []) if event is not None else []
+
+    def error(self, buffered: bool) -> DeadlockError:
+        """What the lanes hang on, with a circle of lanes if there is one."""
+        stuck = {lane: event for event, lanes in self.waiting.items() for lane in lanes}
+        notes = {lane: self._note(event) for lane, event in stuck.items()}
+        circle = self._circle(stuck)
+        how = "a SEND blocks until its RECV is posted" if self.rendezvous else "sends are buffered"
+        what = f"The lanes hang: each waits for another ({how})."
+        if circle:
+            what += "\n  circle: " + " -> ".join(f"lane {lane}" for lane in circle)
+        if buffered:
+            what += "\n  With buffered sends (gloo with small messages) it would run; with rendezvous (NCCL) it hangs."
+        first = circle[0] if circle else min(stuck)
+        return bad_cell(
+            DeadlockError,
+            what,
+            self.lanes,
+            (first, self.place[first]),
+            notes=notes,
+            steps={lane: self.place[lane] for lane in stuck},
+            next_step="post the RECV earlier on the lane that is waited for, or lower with pipefit.schedule.lower",
+        )
+
+    def _owner(self, event: tuple[str, object]) -> int:
+        """A lane that the event waits for."""
+        kind, what = event
+        if kind == "all":
+            assert isinstance(what, str)
+            return min(self.members[what] - self.arrived[what])
+        assert isinstance(what, tuple)
+        return self.schedule.placement[what[1] if kind == "sent" else what[2]]
+
+    def _note(self, event: tuple[str, object]) -> str:
+        kind, what = event
+        owner = self._owner(event)
+        if kind == "all":
+            return f"waits for lane {owner} to reach {what}"
+        assert isinstance(what, tuple)
+        direction, sender, receiver, tensor, microbatch, slice_ = what
+        if kind == "posted":
+            action = Action("RECV_F" if direction == "F" else "RECV_B", receiver, microbatch, slice_, sender, tensor)
+        else:
+            action = Action("SEND_F" if direction == "F" else "SEND_B", sender, microbatch, slice_, receiver, tensor)
+        return f"waits for {action} of lane {owner}"
+
+    def _circle(self, stuck: dict[int, tuple[str, object]]) -> list[int]:
+        """Lanes that wait for each other, the first repeated at the end; [] if a lane waits for one that is done."""
+        lane, path = min(stuck), list[int]()
+        while lane in stuck and lane not in path:
+            path.append(lane)
+            lane = self._owner(stuck[lane])
+        return [*path[path.index(lane) :], lane] if lane in path else []
+
+
+def _collective(action: Action) -> str | None:
+    """The name of the collective between lanes that the action takes part in."""
+    if action.kind == "NORM":
+        return "NORM"
+    return f"REDUCE:{action.what}" if action.kind == "REDUCE" and action.what else None

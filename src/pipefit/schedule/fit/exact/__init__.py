@@ -1,0 +1,1 @@
+"""CP-SAT models of orders: windows of an order, whole instances, steady states."""

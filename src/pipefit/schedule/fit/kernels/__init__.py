@@ -1,0 +1,1 @@
+"""The inner loops of the fitted search, plain Python or compiled by numba with equal results."""

@@ -1,0 +1,209 @@
+"""From an instance to the tables of the inner loops, and these loops compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.schedule.fit.instance import B, Floats, I, Instance, Ints
+from pipefit.schedule.fit.kernels import block_passes as pattern_passes
+from pipefit.schedule.fit.kernels import block_patterns as pattern_kernel
+from pipefit.schedule.fit.kernels import greedy, moves
+from pipefit.schedule.fit.kernels import sweep as kernel
+from pipefit.schedule.fit.kernels.greedy import Plan
+from pipefit.schedule.fit.kernels.sweep import State, Tables, Trial
+
+
+def tables(instance: Instance) -> Tables:
+    """The tables of an instance."""
+    stages, units = instance.stages, instance.units
+    operation = np.arange(4 * stages * units)
+    kind, stage, unit = operation // (stages * units), operation // units % stages, operation % units
+    row = np.where(kind == B, I, kind) * stages + stage
+    ins: list[list[tuple[int, int]]] = [[] for _ in range(3 * stages)]
+    outs: list[list[int]] = [[] for _ in range(3 * stages)]
+    edges = len(instance.edges)
+    out_row, crosses = np.zeros(2 * edges, dtype=np.int64), np.zeros(2 * edges, dtype=np.bool_)
+    for edge, (source, target) in enumerate(zip(instance.source.tolist(), instance.target.tolist(), strict=True)):
+        for slot, (maker, user) in (
+            (edge, (source, target)),
+            (edges + edge, (stages + target, stages + source)),
+        ):
+            outs[maker].append(slot)
+            ins[user].append((maker, slot))
+            out_row[slot] = user
+            crosses[slot] = instance.placement[source] != instance.placement[target]
+    # slots in the order of their makers, so that those of a row stand together
+    new = {slot: place for place, slot in enumerate(slot for row_ in outs for slot in row_)}
+    by_new = np.array(sorted(new, key=lambda slot: new[slot]), dtype=np.int64)
+    whole = np.concatenate((instance.forward_s, instance.backward_s))
+    port = np.concatenate((instance.forward_port_s, instance.backward_port_s))
+    limits = instance.limit_bytes
+    held = instance.held_bytes.reshape(-1)
+    return Tables(
+        lane=instance.placement[stage].astype(np.int64),
+        stage=stage,
+        unit=unit,
+        row=row,
+        node=row * units + unit,
+        time=instance.time_s.reshape(-1).copy(),
+        held=held.copy(),
+        need=np.maximum(held, 0.0) + instance.passing_bytes.reshape(-1),
+        row_lane=np.tile(instance.placement, 3).astype(np.int64),
+        in_first=np.cumsum([0, *map(len, ins)]),
+        in_slot=np.array([new[slot] for row_ in ins for _, slot in row_], dtype=np.int64),
+        in_row=np.array([maker for row_ in ins for maker, _ in row_], dtype=np.int64),
+        out_first=np.cumsum([0, *map(len, outs)]),
+        out_row=out_row[by_new],
+        crosses=crosses[by_new],
+        whole=whole[by_new].reshape(-1, units).copy(),
+        port=port[by_new].reshape(-1, units).copy(),
+        limit=np.where(np.isfinite(limits), limits * (1 + 1e-12), 2 * kernel.INFINITE),
+        turn=np.argsort(instance.backwards),
+        toggles=instance.may_split & instance.may_merge,
+        work=instance.work_s(),
+        units=units,
+        span=instance.objective == "span",
+    )
+
+
+def retimed(t: Tables, instance: Instance) -> Tables:
+    """The tables of an instance that differs in its actions' times and memory only."""
+    held = instance.held_bytes.reshape(-1)
+    return t._replace(
+        time=instance.time_s.reshape(-1).copy(),
+        held=held.copy(),
+        need=np.maximum(held, 0.0) + instance.passing_bytes.reshape(-1),
+        toggles=instance.may_split & instance.may_merge,
+        work=instance.work_s(),
+    )
+
+
+def state(t: Tables, instance: Instance, orders: Sequence[Ints]) -> State:
+    """A state of these orders, without times."""
+    lanes, most = instance.lanes, 3 * instance.units * max(np.bincount(instance.placement))
+    order = np.zeros((lanes, most), dtype=np.int64)
+    for lane, one in enumerate(orders):
+        order[lane, : len(one)] = one
+    return State(
+        order=order,
+        length=np.array(list(map(len, orders)), dtype=np.int64),
+        start=np.zeros((lanes, most)),
+        done=np.zeros((lanes, most)),
+        sent=np.zeros((lanes, most)),
+        begin=np.zeros(3 * instance.stages * instance.units),
+        position=np.full(3 * instance.stages * instance.units, -1, dtype=np.int64),
+        level=np.zeros((lanes, most + 1)),
+        arrival=np.zeros(t.whole.shape),
+        value=np.zeros(2),
+        place=np.zeros(lanes, dtype=np.int64),
+        free=np.zeros(lanes),
+        port=np.zeros(lanes),
+    )
+
+
+def trial(t: Tables, s: State, seed: int) -> Trial:
+    """Scratch space for changes of a state."""
+    lanes = len(s.length)
+    return Trial(
+        order=s.order.copy(),
+        length=s.length.copy(),
+        changed=np.zeros(lanes, dtype=np.bool_),
+        stamp=np.full(len(s.begin), -1, dtype=np.int64),
+        arrival=s.arrival.copy(),
+        place=np.zeros(lanes, dtype=np.int64),
+        free=np.zeros(lanes),
+        ported=np.zeros(lanes),
+        first=np.zeros(lanes),
+        left=np.zeros(2 * lanes),
+        waiting=np.zeros(lanes, dtype=np.int64),
+        stack=np.zeros(lanes + 1, dtype=np.int64),
+        numbers=np.array([0, 1 + seed * 7919 % 2147483646, 0], dtype=np.int64),
+        path=np.zeros((len(s.begin), 2), dtype=np.int64),
+        value=np.zeros(2),
+        queue=np.zeros(8, dtype=np.int64),
+    )
+
+
+def plan(instance: Instance, t: Tables, merge: NDArray[np.bool_]) -> Plan:
+    """What constructions work on; `merge` says of each stage whether its backwards run as B."""
+    lanes, stages, units = instance.lanes, instance.stages, instance.units
+    held = [instance.held(lane) for lane in range(lanes)]
+    return Plan(
+        backwards=instance.backwards.astype(np.int64),
+        first=np.cumsum([0, *map(len, held)]),
+        held=np.array([stage for each in held for stage in each], dtype=np.int64),
+        merge=merge,
+        slices=instance.slices,
+        done=np.zeros(3 * stages, dtype=np.int64),
+        count=np.zeros(3 * stages, dtype=np.int64),
+        refused=np.zeros(3 * stages, dtype=np.int64),
+        reserve=_reserve(instance),
+        placed=np.zeros(3 * stages * units, dtype=np.bool_),
+        arrival=np.zeros(t.whole.shape),
+        free=np.zeros(lanes),
+        port=np.zeros(lanes),
+        level=np.zeros(lanes),
+        begin=np.zeros(lanes),
+        best=np.zeros(lanes, dtype=np.int64),
+        key=np.zeros(lanes),
+        at=np.zeros(lanes),
+        dirty=np.zeros(lanes, dtype=np.bool_),
+    )
+
+
+def _reserve(instance: Instance) -> Floats:
+    """Per lane: the most that any microbatch takes when it runs alone, with all its forwards first, or more."""
+    grown = np.maximum(instance.held_bytes, 0.0).max(axis=0) + np.maximum(instance.held_bytes[I], 0.0)
+    by_stage = grown.reshape(instance.stages, instance.microbatches, instance.slices).sum(axis=2).max(axis=1)
+    passing = instance.passing_bytes.max(axis=(0, 2))
+    return np.array(
+        [by_stage[list(held)].sum() + passing[list(held)].max() for held in map(instance.held, range(instance.lanes))]
+    )
+
+
+INLINE = ("conflict", "draw", "idle_around", "choose_place", "safe", "choose_next")
+"""What becomes a part of its callers: a call that hands over the tables costs more than these functions do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """The inner loops that the search calls, plain or compiled."""
+
+    sweep: Callable[..., Any]
+    anneal: Callable[..., Any]
+    construct: Callable[..., Any]
+    patterns: Callable[..., Any]
+
+
+PLAIN = Loops(kernel.sweep, moves.anneal, greedy.construct, pattern_kernel.patterns)
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Loops:
+    """The loops, compiled: copies of the functions that call each other's compiled copies. numba keeps what it compiled
+    by the name and file of a function; the name has the text of all files in it, as a function contains others. None of
+    them allocates: without reference counts (`_nrt`) on the arrays that each call hands on, they run twice as fast."""
+    import numba
+
+    modules = (kernel, moves, greedy, pattern_passes, pattern_kernel)
+    text = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    digest = hashlib.sha256(text).hexdigest()[:12]
+    found: dict[str, Callable[..., Any]] = {}
+    for module in modules:
+        space: dict[str, Any] = {**module.__dict__, **found}
+        for name, function in vars(module).items():
+            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                copy = types.FunctionType(function.__code__, space, name)
+                copy.__module__, copy.__qualname__ = module.__name__, f"{name}_{digest}"
+                inline = "always" if name in INLINE else "never"
+                found[name] = space[name] = numba.njit(cache=True, inline=inline, _nrt=False)(copy)
+    return Loops(found["sweep"], found["anneal"], found["construct"], found["patterns"])

@@ -1,0 +1,306 @@
+"""The inner loop of `patterns`: from a building block of slots to the orders of a V, in tens of microseconds.
+
+The passes are those of `block_reorder`, and what the published adaptive search does after them (Qi et al. 2024, arXiv
+2405.15362, section 3.3 and appendix A): repeat, squeeze, reorder both ends, fill the holes that are left. Here they
+work on whole arrays of one block after the other (`pattern_passes`). The rules of `pipefit.schedule.fit.kernels.sweep`
+about numba hold here, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.schedule.fit.kernels.block_passes import (
+    SORTS,
+    keep,
+    lay,
+    needed,
+    peaks,
+    read_grid,
+    repeat,
+    squeeze,
+    write_grid,
+)
+from pipefit.schedule.fit.kernels.sweep import INFINITE, sweep
+
+
+def take(p: Any, lane: int, sort: int, n: int) -> int:
+    """Place one of a sort as the n-th pass of a lane if one is left; returns the number of passes."""
+    if p.left[lane, sort] > 0:
+        p.left[lane, sort] -= 1
+        p.row[lane, n] = sort
+        return n + 1
+    return n
+
+
+def warm_up(p: Any, most: int) -> None:
+    """The passes of every lane before its first backward of the way down, in an order that takes memory sooner (as
+    `block_reorder.reorder_warm_up`)."""
+    depth = len(p.length)
+    most = min(most, 2 * depth)
+    for lane in range(depth):
+        for sort in range(SORTS):
+            p.left[lane, sort] = 0
+        end = 0
+        while p.row[lane, end] != 2:
+            p.left[lane, p.row[lane, end]] += 1
+            end += 1
+        up = min(lane + 1, most // 2, p.left[lane, 1])
+        down = min(most - min(lane + 1, most // 2), p.left[lane, 0])
+        n = 0
+        for place in range(2 * (depth - 1 - lane) + lane + 1):
+            if down:
+                before = n
+                n = take(p, lane, 0, n)
+                down -= n - before
+            if up and place >= 2 * (depth - 1 - lane):
+                before = n
+                n = take(p, lane, 1, n)
+                up -= n - before
+        while n < end:
+            n = take(p, lane, 3, n)
+            n = take(p, lane, 5, n)
+            before = n
+            n = take(p, lane, 1, n)
+            if n == before:
+                n = take(p, lane, 0, n)
+
+
+def cool_down(p: Any, most: int, units: int) -> bool:
+    """The last backwards of every lane as close together as the chain of stages allows, with W's in what is left (as
+    `block_reorder.reorder_cool_down`). Returns False where two passes would claim one slot."""
+    depth = len(p.length)
+    downs = min((most + 1) // 2, units)
+    turn = 0
+    for place in range(p.length[0]):
+        if p.row[0, place] == 1:
+            turn = p.start[0, place]
+    for lane in range(depth):
+        ups = min(lane + 1, most - downs, units)
+        end = write_grid(p, lane)
+        lift(p, lane, end, 2, downs)
+        lift(p, lane, end, 3, ups)
+        lift_weights(p, lane, end, downs, ups, most)
+        for k in range(downs):
+            slot = turn + 2 * depth - lane - 2 * k
+            if slot < 0 or slot >= p.grid.shape[1] or p.grid[lane, slot] >= 0:
+                return False
+            p.grid[lane, slot] = 2
+        for k in range(ups):
+            slot = turn + 1 + lane - 2 * k
+            if slot < 0 or slot >= p.grid.shape[1] or p.grid[lane, slot] >= 0:
+                return False
+            p.grid[lane, slot] = 3
+        if not fill_weights(p, lane):
+            return False
+        read_grid(p, lane)
+    return True
+
+
+def lift(p: Any, lane: int, end: int, sort: int, count: int) -> None:
+    """Take the last `count` passes of a sort out of the grid."""
+    slot = end - 1
+    while count > 0 and slot >= 0:
+        if p.grid[lane, slot] == sort:
+            p.grid[lane, slot] = -1
+            count -= 1
+        slot -= 1
+
+
+def lift_weights(p: Any, lane: int, end: int, downs: int, ups: int, total: int) -> None:
+    """Take W's out from the end until there are at least so many of each way, and so many in all."""
+    lifted_down = lifted_up = 0
+    for slot in range(end - 1, -1, -1):
+        if lifted_down >= downs and lifted_up >= ups and lifted_down + lifted_up >= total:
+            return
+        if p.grid[lane, slot] == 4:
+            lifted_down += 1
+            p.grid[lane, slot] = -1
+        elif p.grid[lane, slot] == 5:
+            lifted_up += 1
+            p.grid[lane, slot] = -1
+
+
+def fill_weights(p: Any, lane: int) -> bool:
+    """Put the lifted W's into empty slots behind the last one that stayed, and behind everything, up before down.
+    Returns whether there were slots enough."""
+    first = last = 0
+    for slot in range(p.grid.shape[1]):
+        if p.grid[lane, slot] >= 0:
+            last = slot
+            if p.grid[lane, slot] >= 4:
+                first = slot + 1
+    down = up = slot = 0
+    while slot <= last or down > 0 or up > 0:
+        if slot >= p.grid.shape[1]:
+            return False
+        sort = p.grid[lane, slot]
+        if sort >= 0:
+            if sort == 2:
+                down += 1
+            elif sort == 3:
+                up += 1
+            elif sort == 4:
+                down -= 1
+            elif sort == 5:
+                up -= 1
+        elif slot >= first and (up > 0 or down > 0):
+            if up > 0:
+                p.grid[lane, slot] = 5
+                up -= 1
+            else:
+                p.grid[lane, slot] = 4
+                down -= 1
+        slot += 1
+    return True
+
+
+def fill_holes(p: Any) -> None:
+    """Slot by slot, every hole filled with a later pass of its lane if one can move: what it needs is done, and no F
+    takes the lane above the highest peak. Of each sort only the next one is looked at, nearest first."""
+    depth = len(p.length)
+    last = 2 * depth - 1
+    most = peaks(p)
+    end = 0
+    for lane in range(depth):
+        end = max(end, write_grid(p, lane))
+        p.free[lane] = 0
+        for sort in range(SORTS):
+            p.count[lane, sort] = p.left[lane, sort] = 0
+        for place in range(p.length[lane]):
+            p.left[lane, p.row[lane, place]] += 1
+    for stage in range(2 * depth):
+        for unit in range(p.stop.shape[2]):
+            p.stop[0, stage, unit] = p.stop[1, stage, unit] = -1
+    for slot in range(end):
+        for lane in range(depth):
+            if p.grid[lane, slot] < 0:
+                found = movable(p, lane, slot, end, most - p.free[lane])
+                if found < 0:
+                    continue
+                p.grid[lane, slot] = p.grid[lane, found]
+                p.grid[lane, found] = -1
+            sort = p.grid[lane, slot]
+            kind, stage = sort // 2, last - lane if sort % 2 else lane
+            if kind == 0:
+                p.free[lane] += 1
+            elif kind == 2:
+                p.free[lane] -= 1
+            if kind < 2:
+                p.stop[kind, stage, p.count[lane, sort]] = slot + 1
+            p.count[lane, sort] += 1
+            p.left[lane, sort] -= 1
+    for lane in range(depth):
+        read_grid(p, lane)
+
+
+def movable(p: Any, lane: int, hole: int, end: int, room: int) -> int:
+    """The slot of the first later pass that may move into the hole, or -1."""
+    last = p.stop.shape[1] - 1
+    open_sorts = 0
+    for sort in range(SORTS):
+        if p.left[lane, sort] > 0:
+            open_sorts |= 1 << sort
+    change = highest = 0
+    for slot in range(hole + 1, end):
+        if not open_sorts:
+            return -1
+        sort = p.grid[lane, slot]
+        if sort < 0:
+            continue
+        kind = sort // 2
+        before = highest
+        change += 1 if kind == 0 else -1 if kind == 2 else 0
+        highest = max(highest, change)
+        if not open_sorts >> sort & 1:
+            continue
+        open_sorts &= ~(1 << sort)
+        if kind == 0 and before >= room:
+            continue
+        unit = p.count[lane, sort]
+        if kind == 2:
+            if p.count[lane, sort - 2] > unit:
+                return slot
+            continue
+        ready = needed(p, kind, last - lane if sort % 2 else lane, unit)
+        if ready >= 0 and ready <= hole:
+            return slot
+    return -1
+
+
+def name_passes(t: Any, s: Any, p: Any) -> None:
+    """The orders of operations: W's first in, first out over both ways of a lane."""
+    depth = len(p.length)
+    stages = 2 * depth
+    for lane in range(depth):
+        for sort in range(SORTS):
+            p.count[lane, sort] = 0
+        read = write = 0
+        for place in range(p.length[lane]):
+            sort = p.row[lane, place]
+            kind, stage = sort // 2, stages - 1 - lane if sort % 2 else lane
+            node = stage * t.units + p.count[lane, sort]
+            p.count[lane, sort] += 1
+            if kind == 1:
+                p.queue[write] = node
+                write += 1
+            elif kind == 2:
+                node = p.queue[read]
+                read += 1
+            s.order[lane, place] = kind * stages * t.units + node
+        s.length[lane] = p.length[lane]
+
+
+def fits(t: Any, s: Any) -> bool:
+    """Whether memory suffices for the orders."""
+    for lane in range(len(s.length)):
+        if t.limit[lane] >= INFINITE:
+            continue
+        level = 0.0
+        for place in range(s.length[lane]):
+            op = s.order[lane, place]
+            if level + t.need[op] > t.limit[lane]:
+                return False
+            level += t.held[op]
+    return True
+
+
+def pattern(t: Any, s: Any, p: Any, slots: Any, hops: Any, n: int) -> float:
+    """The orders of block n, evaluated: fills the state. Returns the objective, or INFINITE where memory is too small
+    or no orders come out."""
+    depth = len(p.length)
+    units = max(t.units, 2 * depth)
+    lay(p, slots, hops, n)
+    repeat(p, units)
+    most = peaks(p)
+    if most > 2 * depth:
+        return INFINITE
+    if units == t.units:
+        name_passes(t, s, p)
+        if not fits(t, s):
+            return INFINITE
+    if not squeeze(p):
+        return INFINITE
+    warm_up(p, most)
+    if not squeeze(p) or peaks(p) > most:
+        return INFINITE
+    if units > t.units:
+        keep(p, t.units)
+        if not squeeze(p):
+            return INFINITE
+        most = peaks(p)
+    if not cool_down(p, most, t.units) or not squeeze(p):
+        return INFINITE
+    fill_holes(p)
+    if peaks(p) > most:
+        return INFINITE
+    name_passes(t, s, p)
+    if not fits(t, s) or not sweep(t, s):
+        return INFINITE
+    return float(s.value[0])
+
+
+def patterns(t: Any, s: Any, p: Any, slots: Any, hops: Any, values: Any) -> None:
+    """The objective of every block [block, 3] and [block, lane]."""
+    for n in range(len(values)):
+        values[n] = pattern(t, s, p, slots, hops, n)

@@ -1,0 +1,258 @@
+"""The inner loops of fitting: the time of given orders, in full, or of what a change of them moves.
+
+Written so that they run as plain Python and, compiled, under numba, with equal results: only additions and maxima are
+done on times, in one order. The rules of time are those of `pipefit.schedule.taskgraph.compile`; tests hold them
+against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+INFINITE = 1e300
+
+
+class Tables(NamedTuple):
+    """An instance for the loops. A **node** is the forward or the backward (or the W) of a stage and unit: (kind *
+    stages + stage) * units + unit with a B under I. A **row** is a node without its unit; a **slot** is one way of one
+    edge."""
+
+    lane: Any
+    "[operation], as are the next seven."
+    stage: Any
+    unit: Any
+    row: Any
+    node: Any
+    time: Any
+    held: Any
+    need: Any
+    "Memory that must be free when it starts."
+    row_lane: Any
+    in_first: Any
+    "[row + 1]: the producers of a row are `in_slot[in_first[row]:in_first[row + 1]]`."
+    in_slot: Any
+    in_row: Any
+    out_first: Any
+    "[row + 1]: the slots of a row, which send in that order."
+    out_row: Any
+    "[slot]: the row that uses it."
+    crosses: Any
+    "[slot]: whether it leads to another lane."
+    whole: Any
+    "[slot, unit]"
+    port: Any
+    limit: Any
+    "[lane]"
+    turn: Any
+    "[unit]: when it goes back."
+    toggles: Any
+    "[stage]: whether its backwards may run as B and apart."
+    work: Any
+    "[lane]: the time of its operations, each backward as it is quicker; for bounds."
+    units: int
+    span: bool
+
+
+class State(NamedTuple):
+    """Orders with their times; of a lane, only the first `length` entries count."""
+
+    order: Any
+    "[lane, place]: the operation."
+    length: Any
+    start: Any
+    "[lane, place]"
+    done: Any
+    "[lane, place]: the work of the lane up to this place, itself included."
+    sent: Any
+    "[lane, place]: when the port is free of what this place and those before it sent."
+    begin: Any
+    "[node]: its start."
+    position: Any
+    "[node]: its place on its lane."
+    level: Any
+    "[lane, place]: memory held before it."
+    arrival: Any
+    "[slot, unit]: when the consumer can use it."
+    value: Any
+    "[main objective, sum of the lanes' ends]"
+    place: Any
+    "[lane]: scratch, as are the next two."
+    free: Any
+    port: Any
+
+
+class Trial(NamedTuple):
+    """A changed order under evaluation: as `State`, for what had to be evaluated anew."""
+
+    order: Any
+    length: Any
+    changed: Any
+    "[lane]: whether `order` differs from the state's; else the state's counts."
+    stamp: Any
+    "[node]: the number of the evaluation that reached it last."
+    arrival: Any
+    place: Any
+    "[lane]: where the evaluation stands."
+    free: Any
+    ported: Any
+    first: Any
+    "[lane]: start of its first operation."
+    left: Any
+    waiting: Any
+    "[lane]: the node that it waits for, or -1."
+    stack: Any
+    numbers: Any
+    "[evaluations so far, random state, length of the path]"
+    path: Any
+    "[n, 2]: lane and place of the operations of the critical path, last first."
+    value: Any
+    queue: Any
+    "Operations that wait for memory."
+
+
+def sweep(t: Any, s: Any) -> bool:
+    """Fill in all times of a state. Returns whether its orders can run to their ends."""
+    lanes = len(s.length)
+    for node in range(len(s.begin)):
+        s.begin[node] = INFINITE
+    place, free, port = s.place, s.free, s.port
+    for lane in range(lanes):
+        place[lane] = 0
+        free[lane] = port[lane] = 0.0
+    moved = True
+    while moved:
+        moved = False
+        for lane in range(lanes):
+            while place[lane] < s.length[lane]:
+                at = place[lane]
+                op = s.order[lane, at]
+                row, unit = t.row[op], t.unit[op]
+                time = free[lane]
+                ready = True
+                for k in range(t.in_first[row], t.in_first[row + 1]):
+                    if s.begin[t.in_row[k] * t.units + unit] >= INFINITE:
+                        ready = False
+                        break
+                    time = max(time, s.arrival[t.in_slot[k], unit])
+                if not ready:
+                    break
+                moved = True
+                stop = time + t.time[op]
+                s.start[lane, at] = time
+                s.begin[t.node[op]] = time
+                s.position[t.node[op]] = at
+                s.level[lane, at + 1] = s.level[lane, at] + t.held[op]
+                s.done[lane, at] = t.time[op] + (s.done[lane, at - 1] if at else 0.0)
+                free[lane] = stop
+                for slot in range(t.out_first[row], t.out_first[row + 1]):
+                    if t.crosses[slot]:
+                        sent = max(stop, port[lane])
+                        port[lane] = sent + t.port[slot, unit]
+                        s.arrival[slot, unit] = sent + t.whole[slot, unit]
+                    else:
+                        s.arrival[slot, unit] = stop
+                s.sent[lane, at] = port[lane]
+                place[lane] = at + 1
+    main = total = 0.0
+    for lane in range(lanes):
+        if place[lane] < s.length[lane]:
+            return False
+        begin = s.start[lane, 0] if t.span else 0.0
+        main = max(main, free[lane] - begin)
+        total += free[lane] - begin
+    s.value[0] = main
+    s.value[1] = total
+    return True
+
+
+def evaluate(t: Any, s: Any, r: Any, most: float, since: float) -> bool:
+    """The value of the trial's orders, by evaluating only what the state starts at `since` or later. Returns False
+    when they cannot run, or as soon as the main objective is known to exceed `most`."""
+    lanes = len(s.length)
+    number = r.numbers[0] + 1
+    r.numbers[0] = number
+    depth = 0
+    for lane in range(lanes):
+        low, high = 0, s.length[lane]
+        while low < high:
+            middle = (low + high) // 2
+            if s.start[lane, middle] < since:
+                low = middle + 1
+            else:
+                high = middle
+        r.place[lane] = low
+        r.waiting[lane] = -1
+        if low:
+            before = s.order[lane, low - 1]
+            r.free[lane] = s.start[lane, low - 1] + t.time[before]
+            r.ported[lane] = s.sent[lane, low - 1]
+            r.first[lane] = s.start[lane, 0]
+        else:
+            r.free[lane] = r.ported[lane] = 0.0
+            r.first[lane] = INFINITE
+        length = r.length[lane] if r.changed[lane] else s.length[lane]
+        r.left[lane] = (r.left[lanes + lane] if r.changed[lane] else s.done[lane, length - 1]) - (
+            s.done[lane, low - 1] if low else 0.0
+        )
+        r.stack[depth] = lane
+        depth += 1
+    finished = 0
+    while depth:
+        depth -= 1
+        lane = r.stack[depth]
+        changed = r.changed[lane]
+        length = r.length[lane] if changed else s.length[lane]
+        at, free, ported, left = r.place[lane], r.free[lane], r.ported[lane], r.left[lane]
+        r.waiting[lane] = -1
+        while at < length:
+            op = r.order[lane, at] if changed else s.order[lane, at]
+            row, unit = t.row[op], t.unit[op]
+            time = free
+            lacks = -1
+            for k in range(t.in_first[row], t.in_first[row + 1]):
+                node = t.in_row[k] * t.units + unit
+                if s.begin[node] < since:
+                    time = max(time, s.arrival[t.in_slot[k], unit])
+                elif r.stamp[node] == number:
+                    time = max(time, r.arrival[t.in_slot[k], unit])
+                else:
+                    lacks = node
+                    break
+            if lacks >= 0:
+                r.waiting[lane] = lacks
+                break
+            if at == 0:
+                r.first[lane] = time
+            if time + left - (r.first[lane] if t.span else 0.0) > most:
+                return False
+            stop = time + t.time[op]
+            left -= t.time[op]
+            node = t.node[op]
+            r.stamp[node] = number
+            free = stop
+            for slot in range(t.out_first[row], t.out_first[row + 1]):
+                if t.crosses[slot]:
+                    sent = max(stop, ported)
+                    ported = sent + t.port[slot, unit]
+                    r.arrival[slot, unit] = sent + t.whole[slot, unit]
+                    other = t.row_lane[t.out_row[slot]]
+                    if r.waiting[other] == node:
+                        r.waiting[other] = -1
+                        r.stack[depth] = other
+                        depth += 1
+                else:
+                    r.arrival[slot, unit] = stop
+            at += 1
+        r.place[lane], r.free[lane], r.ported[lane], r.left[lane] = at, free, ported, left
+        if at == length:
+            finished += 1
+    if finished < lanes:
+        return False
+    main = total = 0.0
+    for lane in range(lanes):
+        end = r.free[lane] - (r.first[lane] if t.span else 0.0)
+        main = max(main, end)
+        total += end
+    r.value[0] = main
+    r.value[1] = total
+    return True

@@ -1,0 +1,155 @@
+"""The graph of one unit in a steady state, and the period that orders in it allow; see `modulo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.schedule.fit.instance import B, F, Floats, I, Instance, W
+from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
+
+
+class Steady(NamedTuple):
+    """A steady state: unit u runs operation `kind` of stage s at offset_s[kind, s] + u * period_s."""
+
+    period_s: float
+    offset_s: Floats
+    "[F, I, W; stage]: seconds, the earliest is 0. Where I and W are merged, W starts when B would end."
+    merged: NDArray[np.bool_]
+    "Per stage: whether its backward runs as B."
+    bound_s: float
+    "No steady state with one unit a period has a shorter one."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """What the search needs of an instance: operations as nodes F, I, W of every stage, in units of `scale_s`."""
+
+    time: Floats
+    "[node], node = kind * stages + stage; a merged W takes no time and is not in any order."
+    held: Floats
+    most: Floats
+    "[node]: what it needs above the level before it."
+    edges: NDArray[np.int64]
+    "[place, (source, target)]: the data's first, then room for the orders'."
+    weight: Floats
+    fixed: int
+    "How many of the edges are the data's."
+    lane: NDArray[np.int64]
+    "[node]."
+    limit: Floats
+    present: NDArray[np.bool_]
+    "[node]: false for a W that is merged."
+    low: float
+    "No period is shorter: the work of the busiest lane, and what memory allows."
+    scale_s: float
+    merged: NDArray[np.bool_]
+
+
+Orders = tuple[NDArray[np.int64], NDArray[np.int64], float]
+"""(nodes lane after lane in cyclic order, turn of every node, a bound on the period in the cycle's units)."""
+
+
+def cycle_of(instance: Instance, merged: NDArray[np.bool_]) -> Cycle | None:
+    """The graph of one unit, times and memory averaged over units. None if a unit leaves memory behind."""
+    stages = instance.stages
+    time, held, passing = (each.mean(axis=2) for each in (instance.time_s, instance.held_bytes, instance.passing_bytes))
+    time, held, passing = (
+        np.stack([each[F], np.where(merged, each[B], each[I]), np.where(merged, 0.0, each[W])])
+        for each in (time, held, passing)
+    )
+    left = np.abs(held.sum(axis=0))
+    if (left > 1e-6 * np.abs(held).max(initial=0.0) + 1e-12).any():
+        return None
+    pairs, weight = [], []
+    scale = float(instance.work_s().max()) / instance.units
+    for stage in range(stages):
+        pairs += [(stage, stages + stage), (stages + stage, 2 * stages + stage)]
+        weight += [time[F, stage], time[I, stage]]
+    ahead, back = instance.forward_s.mean(axis=1), instance.backward_s.mean(axis=1)
+    for edge, (source, target) in enumerate(zip(instance.source.tolist(), instance.target.tolist(), strict=True)):
+        pairs += [(source, target), (stages + target, stages + source)]
+        weight += [time[F, source] + ahead[edge], time[I, target] + back[edge]]
+    room = 3 * stages
+    present = np.concatenate([np.ones(2 * stages, dtype=np.bool_), ~merged])
+    lane = np.tile(instance.placement.astype(np.int64), 3)
+    flat = time.ravel() / scale
+    work = np.bincount(lane, weights=flat, minlength=instance.lanes)
+    cycle = Cycle(
+        time=flat,
+        held=held.ravel(),
+        most=(np.maximum(held, 0.0) + passing).ravel(),
+        edges=np.array(pairs + [(0, 0)] * room, dtype=np.int64),
+        weight=np.array([*(w / scale for w in weight), *([0.0] * room)]),
+        fixed=len(pairs),
+        lane=lane,
+        limit=instance.limit_bytes,
+        present=present,
+        low=float(work.max()),
+        scale_s=scale,
+        merged=merged,
+    )
+    return replace(cycle, low=max(cycle.low, _memory_period(cycle, stages)))
+
+
+def _memory_period(cycle: Cycle, stages: int) -> float:
+    """Little's law: what a lane's stages hold of a unit, times how long they must hold it, is at most limit * period.
+
+    A stage holds what F allocates from F's start to I's end at least, and what is then left to W's end; both times are
+    longest paths, and the level's mean over a period is at most its peak.
+    """
+    longest = longest_paths(cycle)
+    low = 0.0
+    for lane in range(len(cycle.limit)):
+        area = 0.0
+        for stage in np.flatnonzero(cycle.lane[:stages] == lane).tolist():
+            f, i, w = stage, stages + stage, 2 * stages + stage
+            until_i = longest[f, i] + cycle.time[i]
+            kept = cycle.held[f] + min(cycle.held[i], 0.0)
+            area += cycle.held[f] * until_i if kept < 0 else (cycle.held[f] - kept) * until_i
+            if kept > 0:
+                area += kept * (until_i + cycle.time[w])
+            if cycle.held[i] > 0:
+                area += cycle.held[i] * (cycle.time[i] + cycle.time[w])
+        if np.isfinite(cycle.limit[lane]) and cycle.limit[lane] > 0:
+            low = max(low, area / float(cycle.limit[lane]))
+    return low
+
+
+def longest_paths(cycle: Cycle) -> Floats:
+    """[node, node]: the longest path of data from start to start, -inf where there is none."""
+    nodes = len(cycle.time)
+    longest: Floats = np.full((nodes, nodes), -np.inf)
+    np.fill_diagonal(longest, 0.0)
+    for source, target, weight in zip(*cycle.edges[: cycle.fixed].T, cycle.weight, strict=False):
+        longest[source, target] = max(longest[source, target], weight)
+    for middle in range(nodes):
+        longest = np.maximum(longest, longest[:, middle, None] + longest[None, middle])
+    return longest
+
+
+def least(cycle: Cycle, order: NDArray[np.int64], turn: NDArray[np.int64], x: Floats | None = None) -> float | None:
+    """The least period of these orders, in the cycle's units; None if no period will do, or memory does not. Fills `x`
+    with the earliest starts."""
+    size = len(cycle.time)
+    first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
+    if not modulo_kernel.fits(order, first, turn, cycle.held, cycle.most, cycle.limit):
+        return None
+    edges, weight = cycle.edges.copy(), cycle.weight.copy()
+    turns = np.zeros(len(edges), dtype=np.int64)
+    count = modulo_kernel.write_edges(order, first, turn, cycle.time, edges, weight, turns, cycle.fixed)
+    x = np.zeros(size) if x is None else x
+    period = modulo_kernel.least_period(edges, weight, turns, count, x, np.zeros(size, dtype=np.int64), cycle.low)
+    return float(period) if period > 0 else None
+
+
+def steady(cycle: Cycle, order: NDArray[np.int64], turn: NDArray[np.int64], bound: float) -> Steady:
+    """The steady state of these orders at their least period, everything as early as it can be."""
+    x = np.zeros(len(cycle.time))
+    period = least(cycle, order, turn, x)
+    assert period is not None, "orders without a period were kept"
+    offset = (x - x.min()).reshape(3, -1) * cycle.scale_s
+    return Steady(period * cycle.scale_s, offset, cycle.merged, bound * cycle.scale_s)

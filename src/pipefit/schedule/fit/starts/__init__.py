@@ -1,0 +1,1 @@
+"""Constructions of first orders for the fitted search."""

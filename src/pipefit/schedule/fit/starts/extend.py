@@ -1,0 +1,71 @@
+"""Many microbatches from few: the middle of a schedule, repeated.
+
+A schedule for few microbatches is searched well in little time. Cut at a microbatch in its middle and stretched by the
+periods that are missing, its starts are good wishes for many: warm-up and cool-down stay, the steady state goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+
+from pipefit.schedule.fit.instance import Floats, I, Instance, W, backward_order
+from pipefit.schedule.fit.kernels.arrays import Loops
+from pipefit.schedule.fit.kernels.sweep import Tables
+from pipefit.schedule.fit.starts.construct import Builder, merged_stages, swept
+from pipefit.schedule.fit.starts.start import Start
+
+CUTS = 8
+"""Places where the middle is cut, each with steady states of one to four microbatches."""
+
+
+def few(instance: Instance) -> int:
+    """The microbatches that a search for this instance begins with: enough for a steady state between the ends."""
+    passes = int(np.bincount(instance.placement).max())
+    enough = 2 * instance.lanes if passes > 1 else instance.lanes + 8
+    least = max(8, -(-enough // instance.slices))
+    return least if instance.microbatches >= 1.5 * least else instance.microbatches
+
+
+def shortened(instance: Instance, microbatches: int) -> Instance:
+    """The instance with its first microbatches only."""
+    units = microbatches * instance.slices
+    cut = {
+        field.name: getattr(instance, field.name)[..., :units]
+        for field in fields(instance)
+        if isinstance(getattr(instance, field.name), np.ndarray) and getattr(instance, field.name).ndim > 1
+    }
+    return replace(instance, microbatches=microbatches, backwards=backward_order(microbatches, instance.slices), **cut)
+
+
+def extended(instance: Instance, t: Tables, loops: Loops, short: Instance, short_t: Tables, best: Start) -> list[Start]:
+    """Starts for the instance from orders for its first microbatches, best first."""
+    s = swept(short, short_t, loops, best.orders)
+    begin = s.begin.reshape(3, short.stages, short.microbatches, short.slices).copy()
+    gone = begin[W] >= 1e299
+    back_s = short.time_s[I].reshape(begin[I].shape)
+    begin[W] = np.where(gone, begin[I] + back_s, begin[W])
+    builder = Builder(instance, t, loops, merged_stages(short, best.orders))
+    middle = short.microbatches // 2
+    found = []
+    for cut in range(max(1, middle - CUTS // 2), min(short.microbatches - 4, middle + CUTS // 2)):
+        for count in (1, 2, 3, 4):
+            wish = stretched(begin, cut, count, instance.microbatches)
+            time_s = builder.value(wish.reshape(3 * instance.stages, instance.units))
+            if time_s < math.inf:
+                found.append(builder.start(time_s, f"{best.name}, extended"))
+    return sorted(found, key=lambda start: start.time_s)
+
+
+def stretched(begin: Floats, cut: int, count: int, microbatches: int) -> Floats:
+    """Starts [kind, stage, microbatch, slice] with those of `count` microbatches from `cut` on repeated until there are
+    `microbatches`."""
+    period = float((begin[:, :, cut + count] - begin[:, :, cut]).mean()) / count
+    more = microbatches - begin.shape[2]
+    n = np.arange(microbatches)
+    inside = np.where(n < cut, n, np.where(n >= cut + count + more, n - more, cut + (n - cut) % count))
+    shift = (n - inside) * period
+    moved: Floats = begin[:, :, inside] + shift[None, None, :, None]
+    return moved

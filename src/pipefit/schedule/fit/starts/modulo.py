@@ -1,0 +1,124 @@
+"""The steady state of a schedule as a modulo schedule: what every lane repeats, once a microbatch, with a real period.
+
+One microbatch's operations get real offsets; every other microbatch does the same a whole number of periods later. A
+building block (`schedule.block`) is the special case of whole slots; with real times it wastes what rounding to slots
+wastes, in every period. Here the period is as short as the orders allow, to the last digit. Methods: annealing over
+orders (`modulo_kernel`), and CP-SAT on a period given in quanta, from which orders are read and made exact.
+
+A period is that of one unit, stages' mean times over units. A pattern that repeats only every second unit can be
+quicker, so `bound_s` bounds steady states of this kind, not all schedules.
+"""
+
+from __future__ import annotations
+
+import types
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.schedule.fit.exact.modulo import shorten
+from pipefit.schedule.fit.instance import B, Floats, I, Instance, W
+from pipefit.schedule.fit.kernels import steady_state as modulo_kernel
+from pipefit.schedule.fit.kernels.unit_cycle import Cycle, Orders, Steady, cycle_of, steady
+
+STARTS = 12
+STRETCHES = (1.0, 1.1, 1.3, 1.0, 1.6, 1e9)
+"""Periods that annealing starts from, in multiples of the least; the last is one microbatch after the other."""
+HEAT = 0.1
+"""What a move may cost in the beginning, in periods."""
+
+
+def offsets(instance: Instance, *, moves: int = 6000, seconds: float = 0.0, seed: int = 0) -> Steady | None:
+    """The shortest steady state found; None where none was found within the limits.
+
+    `moves` are tried by annealing from each of several starts; with `seconds` above 0 and OR-tools installed, CP-SAT
+    continues for that long. Where B is quicker than I and W, both are tried.
+    """
+    found: list[Steady] = []
+    for merged in _choices(instance):
+        cycle = cycle_of(instance, merged)
+        if cycle is None:
+            continue
+        best = _anneal(cycle, moves, np.random.default_rng(seed))
+        if seconds > 0 and find_spec("ortools") is not None:
+            best = shorten(cycle, best, seconds / len(_choices(instance)), seed)
+        if best is not None:
+            found.append(steady(cycle, *best))
+    return min(found, key=lambda one: (one.period_s, float(one.offset_s.max())), default=None)
+
+
+def _choices(instance: Instance) -> list[NDArray[np.bool_]]:
+    """Per stage whether to merge I and W: nowhere it is not needed, and everywhere it is quicker."""
+    apart = instance.time_s[I].mean(axis=1) + instance.time_s[W].mean(axis=1)
+    quicker = instance.may_merge & (instance.time_s[B].mean(axis=1) < apart * (1 - 1e-9))
+    choices = [~instance.may_split]
+    if (quicker & instance.may_split).any():
+        choices.append(~instance.may_split | quicker)
+    return choices
+
+
+def _anneal(cycle: Cycle, moves: int, random: np.random.Generator) -> Orders | None:
+    """The best of several annealings, from orders that an unlimited number of devices would run in if hops took longer
+    than they need."""
+    run = _compiled()
+    size = len(cycle.time)
+    best: Orders | None = None
+    best_cost = np.inf
+    for attempt in range(STARTS):
+        slower = random.uniform(1.0, 2.6, 4) if attempt % 2 else np.ones(4)
+        stretch = STRETCHES[attempt // 2 % len(STRETCHES)]
+        order, first, turn = _start(cycle, _slowed(cycle, slower), cycle.low * stretch)
+        kept = np.zeros_like(order), np.zeros_like(turn)
+        cost = run(
+            order, first, turn, cycle.time, cycle.held, cycle.most, cycle.limit, cycle.edges.copy(),
+            cycle.weight.copy(), np.zeros(len(cycle.edges), dtype=np.int64), cycle.fixed, cycle.low,
+            size // 3, random.random((moves, 4)), HEAT, np.zeros(size), np.zeros(size, dtype=np.int64), *kept,
+        )  # fmt: skip
+        if 0 <= cost < best_cost:
+            best_cost, best = cost, (*kept, cycle.low)
+    return best
+
+
+def _slowed(cycle: Cycle, slower: Floats) -> Floats:
+    """[node]: earliest starts when hops take so many times as long: forwards and backwards, on a lane's even and odd
+    stages."""
+    stages = len(cycle.time) // 3
+    seen: dict[int, int] = {}
+    leg = np.zeros(stages, dtype=np.int64)
+    for stage in range(stages):
+        leg[stage] = seen.get(int(cycle.lane[stage]), 0) % 2
+        seen[int(cycle.lane[stage])] = leg[stage] + 1
+    source, target = cycle.edges[: cycle.fixed].T
+    hops = source // stages == target // stages
+    factor = np.where(hops, slower[2 * (source // stages % 2) + leg[source % stages]], 1.0)
+    weight = cycle.weight[: cycle.fixed] * factor
+    x: Floats = np.zeros(len(cycle.time))
+    for _ in range(2 * stages):
+        np.maximum.at(x, target, x[source] + weight)
+    return x
+
+
+def _start(cycle: Cycle, x: Floats, period: float) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(order, first, turn) of a lane's nodes by where they would stand in the period."""
+    turn = np.floor(x / period).astype(np.int64)
+    order = np.lexsort((x, x - turn * period, cycle.lane))
+    order = order[cycle.present[order]]
+    first = np.searchsorted(cycle.lane[order], np.arange(len(cycle.limit) + 1))
+    return order, first, turn
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    """The annealing compiled by numba: copies of the kernel's functions that call each other's compiled copies."""
+    import numba
+
+    space: dict[str, Any] = dict(modulo_kernel.__dict__)
+    for name, function in vars(modulo_kernel).items():
+        if isinstance(function, types.FunctionType):
+            copy = types.FunctionType(function.__code__, space, name)
+            copy.__module__, copy.__qualname__ = modulo_kernel.__name__, name
+            space[name] = numba.njit(cache=True)(copy)
+    return space["anneal"]

@@ -1,0 +1,1 @@
+"""Lowering of computed schedules to lane programs with all their communication."""

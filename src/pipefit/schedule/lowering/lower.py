@@ -1,0 +1,180 @@
+"""Lowering: a computed schedule becomes the full program of every lane, with all its communication.
+
+Transfers go in by *simulated time*. A SEND follows its producer at once. Its RECV is posted on the consumer's lane
+where that lane stands when the transfer starts: before the action that it is running then, or, where it idles,
+before its next one. So a receive is in place when the sender gets there, no buffer is held longer than that needs,
+and no receive stands before one that is needed earlier (PyTorch's own lowering posts receives in the order in which
+a round-robin over the lanes emits the senders: pytorch#172668).
+
+Where the costs say so (`receives_ahead`: gloo), a RECV stands earlier still: before the use of the message ahead of it.
+
+Why the result cannot hang, even when a SEND blocks until its RECV is posted: order all actions by (simulated time,
+dependency). Every RECV stands before its SEND in that order, every SEND before the consumer, and every lane is
+sorted by it; so the first action in that order that has not run can always run. The same order makes both ends of a
+directed pair of lanes agree on the sequence of messages, whatever tensors they carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from pipefit.cost.types import CostTable
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Action, Schedule
+from pipefit.schedule.lowering.messages import post_ahead
+from pipefit.schedule.problem import Edge, chain, uniform_costs
+from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
+from pipefit.schedule.taskgraph.table import SEND_F, Ints
+from pipefit.schedule.taskgraph.times import Times, run
+
+
+def lower(
+    schedule: Schedule,
+    edges: Sequence[Edge] | None = None,
+    costs: CostTable | None = None,
+    *,
+    reductions: Iterable[int] | None = None,
+    tied: Mapping[str, Sequence[int]] | None = None,
+    zero: Iterable[int] = (),
+    optimizer: bool = True,
+) -> Schedule:
+    """The lowered schedule.
+
+    `edges`: the DAG of stages, default the chain. `costs`: the times that transfers are ordered by, default one
+    second for F, I and W. `reductions`: stages whose gradients are reduced after their last backward; default all.
+    `tied`: bucket name -> the stages that share its parameters; each of them gets a REDUCE of that name at the end
+    of its lane, in one order everywhere. `zero`: stages whose parameters are gathered after the step (ZeRO-1).
+    Without `optimizer` there is no NORM and no STEP. Raises ScheduleError for a schedule that is lowered already,
+    or that no order satisfies.
+    """
+    if schedule.is_lowered:
+        raise ScheduleError(
+            "The schedule is lowered already.", where=schedule.name, allowed="compute actions only: F, I, W, B"
+        )
+    dag = tuple(chain(schedule.stages) if edges is None else edges)
+    if costs is None:
+        costs = uniform_costs(schedule.placement, dag)
+    lanes = _with_transfers(schedule, task_graph(schedule, dag), costs)
+    reduced = set(range(schedule.stages) if reductions is None else reductions)
+    gathered = set(zero)
+    full = []
+    for lane, actions in enumerate(lanes):
+        ahead = post_ahead(actions, schedule.placement, schedule.turns) if costs.receives_ahead else actions
+        body = _with_reductions(ahead, reduced)
+        body += [
+            Action("REDUCE", stage, what=bucket)
+            for bucket, stages in sorted((tied or {}).items())
+            for stage in sorted(stages)
+            if schedule.placement[stage] == lane
+        ]
+        if optimizer:
+            body += [Action("NORM"), Action("STEP")]
+        held = (stage for stage, other in enumerate(schedule.placement) if other == lane)
+        body += [Action("GATHER", stage) for stage in held if stage in gathered]
+        full.append(tuple(body))
+    return Schedule(
+        name=schedule.name,
+        placement=schedule.placement,
+        microbatches=schedule.microbatches,
+        slices=schedule.slices,
+        lanes=tuple(full),
+        turns=schedule.turns,
+    )
+
+
+def _with_transfers(schedule: Schedule, graph: TaskGraph, costs: CostTable) -> list[list[Action]]:
+    """Each lane's actions with SEND and RECV merged in.
+
+    Sort keys are (row, phase, time rank): phase 0 is before the row's action, 1 the action, 2 after it; in phases 0
+    and 2 transfers stand by rank, so that of two lanes that finish at the same moment one sends first.
+    """
+    transfers = np.flatnonzero(graph.consumer >= 0)
+    if not len(transfers):
+        return [list(lane) for lane in schedule.lanes]
+    rank, slot, slot_phase = _receive_slots(graph, transfers, run(graph, costs))
+    rows, count = len(graph.table.kind), len(transfers)
+    actions: list[Action] = [action for lane in schedule.lanes for action in lane]
+    sends, receives = _actions(graph, transfers)
+    row = np.concatenate((np.arange(rows), graph.row[transfers], slot))
+    phase = np.concatenate((np.repeat([1, 2], [rows, count]), slot_phase))
+    tie = np.concatenate((np.zeros(rows, dtype=np.int64), 2 * rank + 1, 2 * rank))
+    merged = [*actions, *sends, *receives]
+    lanes: list[list[Action]] = [[] for _ in schedule.lanes]
+    order = np.lexsort((tie, phase, row))
+    for index, lane in zip(order.tolist(), graph.table.lane[row[order]].tolist(), strict=True):
+        lanes[lane].append(merged[index])
+    return lanes
+
+
+def _receive_slots(graph: TaskGraph, transfers: Ints, times: Times) -> tuple[Ints, Ints, Ints]:
+    """For every transfer: its rank in time, and the (row, phase) on the consumer's lane where it is posted.
+
+    A transfer is issued when its producer stops. All compute tasks are ranked by (start, number); a transfer comes
+    before the tasks that start at that moment, but after its own producer.
+    """
+    table, stop_s = graph.table, times.stop_s
+    producer, consumer = graph.task[graph.row[transfers]], graph.consumer[transfers]
+    issue = stop_s[producer]
+    compute = np.flatnonzero(graph.consumer < 0)
+    by_time = compute[np.lexsort((compute, times.start_s[compute]))]
+    place = np.zeros(graph.size, dtype=np.int64)
+    place[by_time] = np.arange(len(compute))
+    key = np.maximum(np.searchsorted(times.start_s[by_time], issue, side="left"), place[producer] + 1)
+    rank = np.empty(len(transfers), dtype=np.int64)
+    rank[np.lexsort((transfers, place[producer], key))] = np.arange(len(transfers))
+
+    # Rows of a lane ascend in place, so one search in (lane, place) finds where the consumer's lane stands.
+    lane = graph.lane[consumer]
+    following = np.searchsorted(
+        table.lane * (graph.size + 1) + place[graph.task], lane * (graph.size + 1) + key, side="left"
+    )
+    assert bool((following <= graph.row[consumer]).all())
+    latest = np.maximum(following - 1, table.offset[lane])
+    idle = (following > table.offset[lane]) & (stop_s[graph.task[latest]] <= issue)
+    return rank, latest, np.where(idle, 2, 0)
+
+
+def _actions(graph: TaskGraph, transfers: Ints) -> tuple[list[Action], list[Action]]:
+    """The SEND and the RECV of every transfer."""
+    edge, forward = graph.edge[transfers], graph.kind[transfers] == SEND_F
+    ends = np.array([each[:2] for each in graph.table.edges], dtype=np.int64)[edge]
+    source = np.where(forward, ends[:, 0], ends[:, 1]).tolist()
+    target = np.where(forward, ends[:, 1], ends[:, 0]).tolist()
+    place = graph.microbatch[transfers].tolist(), graph.slice[transfers].tolist()
+    names = [graph.table.edges[each][2] for each in edge.tolist()]
+    send = ["SEND_F" if each else "SEND_B" for each in forward.tolist()]
+    receive = ["RECV_F" if each else "RECV_B" for each in forward.tolist()]
+    sends = zip(send, source, *place, target, names, strict=True)
+    receives = zip(receive, target, *place, source, names, strict=True)
+    return _made(sends), _made(receives)
+
+
+def _made(fields: Iterable[tuple[object, ...]]) -> list[Action]:
+    """An action for each tuple of its fields: as `Action(...)`, for a third of the time."""
+    return list(map(partial(tuple.__new__, Action), fields))
+
+
+def _with_reductions(actions: Sequence[Action], reduced: set[int]) -> list[Action]:
+    """A REDUCE after the last backward of every stage in `reduced`, behind the SENDs of that backward's product."""
+    left = reduced & {action.stage for action in actions if action.kind in ("B", "W")}
+    places: list[tuple[int, int]] = []
+    for index in range(len(actions) - 1, -1, -1):
+        if not left:
+            break
+        kind, stage = actions[index][:2]
+        if stage in left and kind in ("B", "W"):
+            left.remove(stage)
+            after = index + 1
+            while after < len(actions) and actions[after].kind.startswith("SEND"):
+                after += 1
+            places.append((after, stage))
+    result: list[Action] = []
+    start = 0
+    for after, stage in reversed(places):
+        result += actions[start:after]
+        result.append(Action("REDUCE", stage))
+        start = after
+    return result + list(actions[start:])

@@ -1,0 +1,333 @@
+"""From a schedule to flat arrays: tasks, who waits for whom, and how long. What lowering and simulation run on.
+
+Every action but RECV becomes a task; a RECV is the moment when its transfer may begin. Tasks wait for each other in
+these ways:
+
+- a lane does its compute actions, NORM, STEP and FREE one after the other;
+- a transfer starts when its SEND is reached, its RECV is posted and the sender's port is free; a port serves the
+  transfers of its lane in order, and each keeps it busy for `port_s`;
+- the consumer starts when the transfer has arrived, `forward_s` or `backward_s` after the transfer's start;
+- REDUCE and GATHER run beside the compute actions, one after the other on a communication lane of their own;
+- NORM waits for everything before it on all lanes that have a NORM; STEP waits for the lane's reductions.
+
+In a computed schedule the transfers are implied: sent right after the producer, with the receive already posted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.problem import Edge, chain
+from pipefit.schedule.taskgraph.kernel import choose, topological_order
+from pipefit.schedule.taskgraph.table import (
+    BARRIER,
+    GATHER,
+    NORM,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    STEP,
+    B,
+    F,
+    I,
+    Ints,
+    Table,
+    W,
+    columns,
+)
+
+STOP, ARRIVAL = 0, 1
+"""What a task waits for: the predecessor's stop, or the arrival of what it transfers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tasks of one kind, with the index of each in a flattened [stage or edge, microbatch, slice] array."""
+
+    tasks: Ints
+    place: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """The tasks of a schedule, numbered so that predecessors come first, without any times."""
+
+    schedule: Schedule
+    table: Table
+    kind: Ints
+    lane: Ints
+    "Of a transfer, the sender's."
+    stage: Ints
+    microbatch: Ints
+    slice: Ints
+    edge: Ints
+    plain: NDArray[np.bool_]
+    row: Ints
+    "The action in `table` that the task stands for; of an implied transfer, its producer; -1 for a barrier."
+    task: Ints
+    "The task of each row of `table`; of a RECV, its transfer."
+    before: Ints
+    "For each row of `table`, the task that its lane does one by one last before it, or -1."
+    consumer: Ints
+    "Of a transfer, the task that uses what it brings; else -1."
+    pointer: Ints
+    after: Ints
+    "`after[pointer[t]:pointer[t + 1]]` are the moments that task t waits for: 2 p + STOP or 2 p + ARRIVAL."
+    groups: Mapping[int, Group]
+    "For each kind that takes time by stage or edge, its tasks and where their costs stand."
+
+    @property
+    def size(self) -> int:
+        return len(self.kind)
+
+
+def compile_graph(
+    schedule: Schedule, edges: Sequence[Edge] | None = None, compiled: bool | None = None, own_ports: bool = True
+) -> TaskGraph:
+    """The task graph of a valid schedule. `edges` is needed for computed schedules only; default: the chain.
+    Without `own_ports` the transfers of a lane do not wait for each other: what they share is told elsewhere.
+
+    Raises ScheduleError, with the first lane that cannot go on, if no order satisfies all waits. `compiled` forces
+    numba on or off; both give the same graph.
+    """
+    if edges is None and not schedule.is_lowered:
+        edges = chain(schedule.stages)
+    table = columns(schedule, () if schedule.is_lowered else edges)
+    builder = _Builder(schedule, table)
+    if schedule.is_lowered:
+        builder.add_written_transfers(own_ports)
+    else:
+        builder.add_implied_transfers(own_ports)
+    builder.add_lanes()
+    builder.add_communication()
+    return builder.finish(compiled)
+
+
+_recent: OrderedDict[tuple[int, tuple[Edge, ...] | None, bool], tuple[Schedule, TaskGraph]] = OrderedDict()
+
+
+def task_graph(schedule: Schedule, edges: tuple[Edge, ...] | None = None, own_ports: bool = True) -> TaskGraph:
+    """`compile_graph`, remembered for the last few schedule objects, which searches evaluate under many costs."""
+    key = (id(schedule), edges, own_ports)
+    if key in _recent:
+        _recent.move_to_end(key)
+        return _recent[key][1]
+    graph = compile_graph(schedule, edges, own_ports=own_ports)
+    _recent[key] = (schedule, graph)  # the schedule stays alive, so its id stays its own
+    if len(_recent) > 32:
+        _recent.popitem(last=False)
+    return graph
+
+
+class _Builder:
+    """Collects tasks and waits in table order, then renumbers them so that predecessors come first.
+
+    Task numbers during the collection: a row of the table is its own task (RECV rows stay unused); implied
+    transfers and the barrier follow.
+    """
+
+    def __init__(self, schedule: Schedule, table: Table) -> None:
+        self.schedule, self.table = schedule, table
+        self.rows = len(table.kind)
+        is_recv = (table.kind == RECV_F) | (table.kind == RECV_B)
+        is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
+        beside = (table.kind == REDUCE) | (table.kind == GATHER)
+        self.serial = ~(is_recv | is_send | beside)
+        self.before = self._previous(self.serial)
+        self.transfer_kind = self.transfer_edge = self.transfer_row = np.zeros(0, dtype=np.int64)
+        self.transfer_microbatch = self.transfer_row
+        self.waits: list[tuple[Ints, Ints, int]] = []
+        self.task = np.arange(self.rows)
+        self.consumer_of: tuple[Ints, Ints] = (np.zeros(0, dtype=np.int64),) * 2
+        self.barriers = 0
+
+    def wait(self, task: Ints, source: Ints, kind: int = STOP) -> None:
+        """`task` waits for a moment of `source`, where source is not -1."""
+        known = source >= 0
+        self.waits.append((task[known], source[known], kind))
+
+    def _previous(self, mask: NDArray[np.bool_]) -> Ints:
+        """For every row, the last row before it on its lane where `mask` holds, or -1."""
+        marked = np.where(mask, np.arange(self.rows), -1)
+        last = np.concatenate(([-1], np.maximum.accumulate(marked)[:-1])) if self.rows else marked
+        return np.where(last >= self.table.offset[self.table.lane], last, -1)
+
+    def index(self, *kinds: int, by_edge: bool = False) -> Ints:
+        """Rows by [stage or edge, microbatch, slice] for actions of these kinds; -1 where there is none. The actions of
+        a unit of several microbatches stand at each of them."""
+        table = self.table
+        mask = np.isin(table.kind, kinds)
+        first = table.edge if by_edge else table.stage
+        size = len(table.edges) if by_edge else self.schedule.stages
+        found = np.full((size, self.schedule.microbatches, self.schedule.slices), -1, dtype=np.int64)
+        found[first[mask], table.microbatch[mask], table.slice[mask]] = np.flatnonzero(mask)
+        return found if by_edge else by_unit(found, self.schedule)
+
+    def add_written_transfers(self, own_ports: bool) -> None:
+        """Waits around the SEND and RECV actions of a lowered schedule."""
+        table = self.table
+        ends = np.array([edge[:2] for edge in table.edges], dtype=np.int64).reshape(-1, 2)
+        sent, users = [], []
+        for send, receive, kinds, end in ((SEND_F, RECV_F, (F,), 1), (SEND_B, RECV_B, (I, B), 0)):
+            rows = np.flatnonzero(table.kind == send)
+            posted = self.index(receive, by_edge=True)
+            use = self.index(*kinds)
+            place = (table.microbatch[rows], table.slice[rows])
+            recv = posted[(table.edge[rows], *place)]
+            user = use[(ends[table.edge[rows], end], *place)]
+            if (recv < 0).any() or (user < 0).any():
+                raise ScheduleError("A SEND has no RECV or no use; check the schedule to see where.")
+            self.wait(rows, self.before[rows])
+            self.wait(rows, self.before[recv])
+            self.wait(user, rows, ARRIVAL)
+            self.task[recv] = rows
+            sent.append(rows)
+            users.append(user)
+        if own_ports:
+            is_send = (table.kind == SEND_F) | (table.kind == SEND_B)
+            self.wait(np.flatnonzero(is_send), self._previous(is_send)[is_send])
+        self.consumer_of = (np.concatenate(sent), np.concatenate(users))
+
+    def add_implied_transfers(self, own_ports: bool) -> None:
+        """A transfer right after every producer whose consumer is on another lane."""
+        forward, backward = self.index(F), self.index(I, B)
+        rows, kinds, edges, users, places = [], [], [], [], []
+        for number, (source, target, _) in enumerate(self.table.edges):
+            for code, made, used in (
+                (SEND_F, forward[source], forward[target]),
+                (SEND_B, backward[target], backward[source]),
+            ):
+                there = (made >= 0) & (used >= 0)
+                rows.append(made[there])
+                users.append(used[there])
+                places.append(np.nonzero(there)[0])
+                kinds.append(np.full(int(there.sum()), code))
+                edges.append(np.full(int(there.sum()), number))
+        if not rows:
+            return
+        row, user = np.concatenate(rows), np.concatenate(users)
+        order = np.argsort(row, kind="stable")  # rows of a lane are in lane order: so are its transfers
+        row, user = row[order], user[order]
+        self.transfer_row, self.transfer_kind = row, np.concatenate(kinds)[order]
+        self.transfer_edge = np.concatenate(edges)[order]
+        self.transfer_microbatch = np.concatenate(places)[order]
+        tasks = self.rows + np.arange(len(row))
+        self.wait(tasks, row)
+        self.wait(user, tasks, ARRIVAL)
+        if own_ports:
+            lane = self.table.lane[row]
+            same = lane[1:] == lane[:-1]
+            self.wait(tasks[1:][same], tasks[:-1][same])
+        self.consumer_of = (tasks, user)
+
+    def add_lanes(self) -> None:
+        """A lane's compute actions follow each other."""
+        rows = np.flatnonzero(self.serial)
+        self.wait(rows, self.before[rows])
+
+    def add_communication(self) -> None:
+        """REDUCE and GATHER beside the lane, NORM over all lanes, STEP after the reductions."""
+        kind = self.table.kind
+        beside = (kind == REDUCE) | (kind == GATHER)
+        previous = self._previous(beside)
+        rows = np.flatnonzero(beside)
+        self.wait(rows, self.before[rows])
+        self.wait(rows, previous[rows])
+        steps = np.flatnonzero(kind == STEP)
+        self.wait(steps, previous[steps])
+        norms = np.flatnonzero(kind == NORM)
+        if len(norms):
+            barrier = np.full(len(norms), self.rows + len(self.transfer_row))
+            self.barriers = 1
+            self.wait(barrier, self.before[norms])
+            self.wait(barrier, previous[norms])
+            self.wait(norms, barrier)
+
+    def finish(self, compiled: bool | None) -> TaskGraph:
+        """The graph, renumbered."""
+        table = self.table
+        total = self.rows + len(self.transfer_row) + self.barriers
+        target = np.concatenate([wait[0] for wait in self.waits])
+        after = np.concatenate([2 * wait[1] + wait[2] for wait in self.waits])
+        by_target = np.argsort(target, kind="stable")
+        pointer = np.searchsorted(target[by_target], np.arange(total + 1))
+        after = after[by_target]
+        order = _order(pointer, after, compiled)
+        if len(order) < total:
+            raise ScheduleError(
+                "The lanes wait for each other in a circle: no order of the actions satisfies all dependencies.",
+                next_step="pipefit.schedule.check.rules draws the first action that can never start",
+            )
+        used = ~np.isin(table.kind, (RECV_F, RECV_B))
+        keep = np.concatenate((used, np.ones(total - self.rows, dtype=np.bool_)))
+        order = order[keep[order]]
+        number = np.full(total, -1, dtype=np.int64)
+        number[order] = np.arange(len(order))
+        counts = np.diff(pointer)[order]
+        new_pointer = np.concatenate(([0], np.cumsum(counts)))
+        after = after[np.repeat(pointer[order] - new_pointer[:-1], counts) + np.arange(new_pointer[-1])]
+        none = np.full(self.barriers, -1)
+        row = np.concatenate((np.arange(self.rows), self.transfer_row, none))[order]
+        kind = np.concatenate((table.kind, self.transfer_kind, none * 0 + BARRIER))[order]
+        edge = np.concatenate((table.edge, self.transfer_edge, none))[order]
+        consumer = np.full(total, -1, dtype=np.int64)
+        consumer[self.consumer_of[0]] = number[self.consumer_of[1]]
+        stage, slice_ = (np.where(row >= 0, column[row], -1) for column in (table.stage, table.slice))
+        microbatch = np.concatenate((table.microbatch, self.transfer_microbatch, none))[order]
+        return TaskGraph(
+            schedule=self.schedule,
+            table=table,
+            kind=kind,
+            lane=np.where(row >= 0, table.lane[row], -1),
+            stage=stage,
+            microbatch=microbatch,
+            slice=slice_,
+            edge=edge,
+            plain=np.where(row >= 0, table.plain[row], True),
+            row=row,
+            task=number[self.task],
+            before=np.where(self.before >= 0, number[self.before], -1),
+            consumer=consumer[order],
+            pointer=new_pointer,
+            after=2 * number[after // 2] + after % 2,
+            groups=_groups(self.schedule, kind, np.where(edge >= 0, edge, stage), microbatch, slice_),
+        )
+
+
+def by_unit(found: Ints, schedule: Schedule) -> Ints:
+    """[stage, microbatch, slice]: what stands at the first microbatch of a unit, at each of its microbatches."""
+    for stage, (_, _, multiple) in enumerate(schedule.turns):
+        if multiple > 1:
+            found[stage] = np.repeat(found[stage, ::multiple], multiple, axis=0)
+    return found
+
+
+def _groups(schedule: Schedule, kind: Ints, first: Ints, microbatch: Ints, slice_: Ints) -> dict[int, Group]:
+    place = (first * schedule.microbatches + microbatch) * schedule.slices + slice_
+    found = {}
+    for code in (F, I, W, B, SEND_F, SEND_B):
+        tasks = np.flatnonzero(kind == code)
+        if len(tasks):
+            found[code] = Group(tasks, place[tasks])
+    return found
+
+
+def _order(pointer: Ints, after: Ints, compiled: bool | None) -> Ints:
+    tasks = len(pointer) - 1
+    function = choose(topological_order, len(after), compiled)
+    if function is topological_order:
+        order = [0] * tasks
+        done = topological_order(pointer.tolist(), after.tolist(), order, [-1] * tasks, [0] * tasks)
+        return np.array(order[:done], dtype=np.int64)
+    out = np.zeros(tasks, dtype=np.int64)
+    done = function(pointer, after, out, np.full(tasks, -1, dtype=np.int64), np.zeros(tasks, dtype=np.int64))
+    return out[:done]

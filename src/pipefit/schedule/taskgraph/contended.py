@@ -1,0 +1,206 @@
+"""When everything runs where pipelines go at their own pace and share ports: every task once for each pipeline.
+
+The task graph of the lanes is copied for every pipeline of `cost.types.Contention`; reductions, gathers and the norm
+are there once, and wait for all of them. The times that come back are those of one pipeline, the one that is done
+last: they have the shape that the lanes' graph has, so that everything which reads a timeline reads them too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import Contention, CostTable, Flow
+from pipefit.errors import ScheduleError
+from pipefit.schedule.actions import Schedule
+from pipefit.schedule.problem import Edge
+from pipefit.schedule.taskgraph.compile import TaskGraph, task_graph
+from pipefit.schedule.taskgraph.fluid import share
+from pipefit.schedule.taskgraph.kernel import choose
+from pipefit.schedule.taskgraph.table import BARRIER, GATHER, REDUCE, SEND_B, SEND_F, B, F, Floats, I, Ints, W
+from pipefit.schedule.taskgraph.times import Times, durations, run
+
+COMPILED_FROM = 15_000
+"""Waits from which it pays to import numba: an event costs more than an entry of the plain sweep."""
+
+ALONE = Flow((), (), 1.0)
+"""Of a transfer that shares nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The tasks of all pipelines: copy k of task t is `base[t] + k`, or `base[t]` where it is there once."""
+
+    base: Ints
+    once: Ints
+    "1 where all pipelines do it together, else 0."
+    size: int
+    waits: Ints
+    "How many moments each waits for."
+    first: Ints
+    then: Ints
+    "`then[first[t]:first[t + 1]]`: what waits for task t, 2 x task + (0: its stop, 1: its arrival)."
+
+    def of(self, pipeline: int) -> Ints:
+        """The copies that a pipeline takes part in."""
+        return self.base + np.where(self.once == 1, 0, pipeline)
+
+
+def evaluate(
+    schedule: Schedule, edges: tuple[Edge, ...] | None, costs: CostTable, compiled: bool | None = None
+) -> tuple[TaskGraph, Times]:
+    """The task graph of a schedule and when everything in it runs: with what `costs` say that transfers share, or with
+    a port of its own for every lane where they say nothing."""
+    graph = task_graph(schedule, edges, own_ports=costs.contention is None)
+    return graph, (run if costs.contention is None else run_contended)(graph, costs, compiled)
+
+
+def run_contended(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
+    """When every task runs, as the pipeline that is done last sees it. `graph` is compiled without ports of the lanes'
+    own. `compiled` forces numba on or off; both give the same bits."""
+    shared = costs.contention
+    assert shared is not None
+    copies = copy(graph, len(shared.pipelines))
+    duration, transit = np.zeros(copies.size), np.zeros(copies.size)
+    common, _ = durations(graph, costs)
+    own = (graph.kind <= B) | (graph.consumer >= 0)
+    for pipeline, table in enumerate(shared.pipelines):
+        times, arrivals = durations(graph, table)
+        duration[copies.of(pipeline)] = np.where(own, times, common)
+        transit[copies.of(pipeline)] = arrivals
+    flow, flows = _flows(graph, copies, shared)
+    rank = np.empty(copies.size, dtype=np.int64)
+    for pipeline in range(len(shared.pipelines)):
+        rank[copies.of(pipeline)] = graph.row * len(shared.pipelines) + pipeline
+    start, moment = _run(copies, shared, flow, flows, duration, transit, rank, compiled)
+    last = _last(graph, copies, moment, len(shared.pipelines))
+    seen = copies.of(last)
+    stop, arrival = moment[0::2][seen], moment[1::2][seen]
+    moments = np.empty(2 * graph.size)
+    moments[0::2], moments[1::2] = stop, arrival
+    return Times(start_s=start[seen], moment_s=moments, duration_s=stop - start[seen])
+
+
+def copy(graph: TaskGraph, pipelines: int) -> Copies:
+    """The tasks of all pipelines, and what waits for what."""
+    once = np.isin(graph.kind, (REDUCE, GATHER, BARRIER)).astype(np.int64)
+    counts = np.where(once == 1, 1, pipelines)
+    base = np.concatenate(([0], np.cumsum(counts)))
+    order = np.argsort(graph.after // 2, kind="stable")
+    task = np.repeat(np.arange(graph.size), np.diff(graph.pointer))[order]
+    before, what = graph.after[order] // 2, graph.after[order] % 2
+    # Each wait stands there as often as the one of both tasks that has more copies. Of a task with copies the waits
+    # that hang on it stand copy by copy.
+    many = np.where((once[task] == 1) & (once[before] == 1), 1, pipelines)
+    hanging = np.bincount(before, minlength=graph.size)
+    place = np.arange(len(task)) - (np.cumsum(hanging) - hanging)[before]
+    single = once[before] == 1
+    at = np.cumsum(many) - many - np.where(single, 0, (pipelines - 1) * place)
+    step, first, next_ = np.where(single, 1, hanging[before]), 2 * base[task] + what, np.where(once[task] == 1, 0, 2)
+    then = np.empty(int(many.sum()), dtype=np.int64)
+    then[at] = first
+    several = np.flatnonzero(many > 1)
+    at, step, first, next_ = at[several], step[several], first[several], next_[several]
+    for k in range(1, pipelines):
+        then[at + k * step] = first + k * next_
+    hangs = np.where(once == 1, np.bincount(before, weights=many, minlength=graph.size), hanging)
+    waits = np.where(once == 1, np.bincount(task, weights=many, minlength=graph.size), np.diff(graph.pointer))
+    return Copies(
+        base=base[:-1],
+        once=once,
+        size=int(base[-1]),
+        waits=np.repeat(waits.astype(np.int64), counts),
+        first=np.concatenate(([0], np.cumsum(np.repeat(hangs.astype(np.int64), counts)))),
+        then=then,
+    )
+
+
+def _flows(graph: TaskGraph, copies: Copies, shared: Contention) -> tuple[Ints, list[Flow]]:
+    """(index of its flow for every copy, -1 where it is none; the flows)."""
+    known = {key: number for number, key in enumerate(shared.flows)}
+    flows = [*shared.flows.values(), ALONE]
+    edges = {(edge.source, edge.target, edge.tensor): i for i, edge in enumerate(shared.pipelines[0].edges)}
+    edge_of = np.array([edges[edge] for edge in graph.table.edges] or [0], dtype=np.int64)
+    found = np.full(copies.size, -1, dtype=np.int64)
+    for pipeline in range(len(shared.pipelines)):
+        own = copies.of(pipeline)
+        for code, way in ((SEND_F, "SEND_F"), (SEND_B, "SEND_B")):
+            tasks = np.flatnonzero(graph.kind == code)
+            lookup = np.array(
+                [
+                    [known.get((way, int(edge), slice_, pipeline), len(known)) for slice_ in range(_slices(graph))]
+                    for edge in edge_of
+                ],
+                dtype=np.int64,
+            )
+            found[own[tasks]] = lookup[graph.edge[tasks], graph.slice[tasks]]
+        for code, kind in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
+            lookup = np.array(
+                [
+                    [known.get((kind, stage, slice_, pipeline), -1) for slice_ in range(_slices(graph))]
+                    for stage in range(graph.schedule.stages)
+                ],
+                dtype=np.int64,
+            )
+            tasks = np.flatnonzero(graph.kind == code)
+            found[own[tasks]] = lookup[graph.stage[tasks], graph.slice[tasks]]
+    for code, name in ((REDUCE, "REDUCE"), (GATHER, "GATHER")):
+        for task in np.flatnonzero((graph.kind == code) & graph.plain).tolist():
+            found[copies.base[task]] = known.get((name, int(graph.stage[task]), 0, 0), -1)
+    return found, flows
+
+
+def _slices(graph: TaskGraph) -> int:
+    return graph.schedule.slices
+
+
+def _run(
+    copies: Copies,
+    shared: Contention,
+    flow: Ints,
+    flows: list[Flow],
+    duration: Floats,
+    transit: Floats,
+    rank: Ints,
+    compiled: bool | None,
+) -> tuple[Floats, Floats]:
+    size, ports, queues = copies.size, max(1, shared.ports), max(1, shared.queues)
+    first_port = np.cumsum([0, *(len(each.ports) for each in flows)])
+    port = np.array([number for each in flows for number in each.ports] or [0], dtype=np.int64)
+    use = np.array([value for each in flows for value in each.use] or [0.0])
+    weight = np.array([1.0 / each.bytes_per_s for each in flows])
+    queue = np.array([each.queue for each in flows], dtype=np.int64)
+
+    def zeros(count: int) -> Floats:
+        return np.zeros(count)
+
+    def integers(count: int, value: int = 0) -> Ints:
+        return np.full(count, value, dtype=np.int64)
+
+    start, moment = zeros(size), zeros(2 * size)
+    arrays = [
+        copies.first, copies.then, copies.waits.copy(), duration, transit, rank, flow, first_port, port, use, weight,
+        queue, start, moment, zeros(size), zeros(size), np.ones(size), zeros(size), np.full(size, -1.0), zeros(size),
+        integers(size, -1), integers(size), integers(size), integers(size), zeros(size), integers(size), integers(size),
+        integers(ports), zeros(ports), zeros(ports), integers(queues, -1), integers(queues, -1), integers(ports),
+    ]  # fmt: skip
+    heavy = len(copies.then) >= COMPILED_FROM
+    function = choose(share, len(copies.then), True if compiled is None and heavy else compiled)
+    if function is share:
+        lists = [array.tolist() for array in arrays]
+        done = share(*lists)
+        start, moment = np.array(lists[12]), np.array(lists[13])
+    else:
+        done = function(*arrays)
+    if done < size:
+        raise ScheduleError("The lanes wait for each other in a circle: no order of the actions satisfies all waits.")
+    return start, moment
+
+
+def _last(graph: TaskGraph, copies: Copies, moment: Floats, pipelines: int) -> int:
+    """The pipeline whose last compute action ends last."""
+    compute = np.flatnonzero(graph.kind <= B)
+    if not len(compute):
+        return 0
+    return int(np.argmax([moment[0::2][copies.of(k)[compute]].max() for k in range(pipelines)]))

@@ -1,0 +1,117 @@
+"""When everything runs: a task graph and a cost table in, the start of every task out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipefit.cost.types import CostTable, EdgeCost
+from pipefit.errors import ScheduleError
+from pipefit.schedule.problem import Edge
+from pipefit.schedule.taskgraph.compile import TaskGraph
+from pipefit.schedule.taskgraph.kernel import choose, sweep
+from pipefit.schedule.taskgraph.table import GATHER, REDUCE, SEND_B, SEND_F, STEP, B, F, Floats, I, W
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """When every task of a graph runs."""
+
+    start_s: Floats
+    moment_s: Floats
+    "Two a task: its stop, and the arrival of what it transfers (its start, for other tasks)."
+    duration_s: Floats
+    "Of a transfer, how long it keeps the port busy."
+
+    @property
+    def stop_s(self) -> Floats:
+        """When every task is over; of a transfer, when the port is free again."""
+        return self.moment_s[0::2]
+
+    @property
+    def arrival_s(self) -> Floats:
+        """When a transfer's data can be used."""
+        return self.moment_s[1::2]
+
+
+def run(graph: TaskGraph, costs: CostTable, compiled: bool | None = None) -> Times:
+    """When every task runs under `costs`. Raises ScheduleError if an edge or a kind of action has no cost."""
+    duration, transit = durations(graph, costs)
+    return run_sweep(graph, duration, transit, compiled)
+
+
+def run_sweep(graph: TaskGraph, duration: Floats, transit: Floats, compiled: bool | None = None) -> Times:
+    """When every task runs: the sweep alone, on arrays that are ready."""
+    function = choose(sweep, len(graph.after), compiled)
+    if function is sweep:
+        start, moment = [0.0] * graph.size, [0.0] * (2 * graph.size)
+        sweep(graph.pointer.tolist(), graph.after.tolist(), duration.tolist(), transit.tolist(), start, moment)
+        return Times(start_s=np.array(start), moment_s=np.array(moment), duration_s=duration)
+    starts, moments = np.empty(graph.size), np.empty(2 * graph.size)
+    function(graph.pointer, graph.after, duration, transit, starts, moments)
+    return Times(start_s=starts, moment_s=moments, duration_s=duration)
+
+
+def durations(graph: TaskGraph, costs: CostTable) -> tuple[Floats, Floats]:
+    """(duration, transit) of every task, in seconds."""
+    duration, transit = np.zeros(graph.size), np.zeros(graph.size)
+    for code, name in ((F, "F"), (I, "I"), (W, "W"), (B, "B")):
+        if code in graph.groups:
+            if name not in costs.actions:
+                raise ScheduleError("The cost table has no times for an action of the schedule.", seen=name)
+            by_stage = costs.actions[name].time_s + costs.overhead_s
+            duration[graph.groups[code].tasks] = spread(graph, code, by_stage)
+    matched = match_edges(graph.table.edges, costs)
+    for code, port, whole in ((SEND_F, "forward_port_s", "forward_s"), (SEND_B, "backward_port_s", "backward_s")):
+        if code in graph.groups:
+            tasks = graph.groups[code].tasks
+            duration[tasks] = spread(graph, code, edge_table(matched, port))
+            transit[tasks] = spread(graph, code, edge_table(matched, whole))
+    for code, once in ((REDUCE, left_to_reduce_s(graph, costs)), (GATHER, costs.gather_s)):
+        rest = np.flatnonzero((graph.kind == code) & graph.plain)
+        duration[rest] = once[graph.stage[rest]]
+    tied = np.flatnonzero((graph.kind == REDUCE) & ~graph.plain)
+    duration[tied] = np.broadcast_to(costs.tied_s, graph.schedule.stages)[graph.stage[tied]]
+    steps = np.flatnonzero(graph.kind == STEP)
+    duration[steps] = costs.step_s[graph.lane[steps]]
+    return duration, transit
+
+
+def left_to_reduce_s(graph: TaskGraph, costs: CostTable) -> Floats:
+    """Per stage, what is left of its reduction when its last backward, a B or a W, is over."""
+    if not costs.reduce_hidden_s:
+        return costs.reduce_s
+    parted = np.zeros(len(costs.reduce_s), dtype=np.bool_)
+    parted[graph.stage[graph.kind == W]] = True
+    left: Floats = costs.reduce_s - np.where(parted, costs.reduce_hidden_s["W"], costs.reduce_hidden_s["B"])
+    return left
+
+
+def spread(graph: TaskGraph, code: int, table: Floats) -> Floats:
+    """For the tasks of one kind, their entries in an array over [stage or edge, microbatch, slice] whose axes of
+    length 1 mean "the same for all"."""
+    schedule = graph.schedule
+    first = len(graph.table.edges) if code in (SEND_F, SEND_B) else schedule.stages
+    dense = np.broadcast_to(table, (first, schedule.microbatches, schedule.slices))
+    found: Floats = dense.reshape(-1)[graph.groups[code].place]
+    return found
+
+
+def match_edges(edges: Sequence[Edge], costs: CostTable) -> list[EdgeCost]:
+    """The cost of every edge. Raises ScheduleError that names the edge without one."""
+    known = {(cost.source, cost.target, cost.tensor): cost for cost in costs.edges}
+    for source, target, tensor in edges:
+        if (source, target, tensor) not in known:
+            raise ScheduleError(
+                "The cost table has no entry for an edge of the schedule.",
+                seen=f"stage {source} -> stage {target}" + (f", tensor {tensor!r}" if tensor else ""),
+                allowed="one EdgeCost for every edge that crosses lanes",
+            )
+    return [known[edge] for edge in edges]
+
+
+def edge_table(matched: Sequence[EdgeCost], field: str) -> Floats:
+    """One field of all edges as an array over [edge, microbatch, slice]; axes of length 1 stay so."""
+    return np.stack(np.broadcast_arrays(*(getattr(cost, field) for cost in matched)))

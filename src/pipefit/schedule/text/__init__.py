@@ -1,0 +1,1 @@
+"""Schedules as text: the CSV of PyTorch pipelining, and a grid in time."""

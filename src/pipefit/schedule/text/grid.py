@@ -1,0 +1,182 @@
+"""A schedule as a grid in time: a row a lane, a cell an action as wide as it takes, dots where the lane is idle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from pipefit.cost.types import CostTable
+from pipefit.schedule.actions import COMPUTE, Action, Schedule
+from pipefit.schedule.problem import Edge, uniform_costs
+from pipefit.schedule.taskgraph.contended import evaluate
+
+WIDEST = 4_000
+"""Characters of a row beyond which times are drawn in proportion only."""
+
+Placed = tuple[Action, float, float]
+"""A compute action, its start and its end in seconds."""
+
+COLOURS = {
+    "F": ("white on blue", "black on bright_blue"),
+    "I": ("black on cyan", "black on bright_cyan"),
+    "W": ("black on green", "black on bright_green"),
+    "B": ("black on yellow", "black on bright_yellow"),
+}
+"""Of a lane's first stage, and of its later ones; all of them among the 16 that every terminal has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of a row: an action, or idle time where `action` is None."""
+
+    text: str
+    action: Action | None
+
+
+def grid_rows(
+    schedule: Schedule, costs: CostTable | None = None, edges: tuple[Edge, ...] | None = None
+) -> tuple[tuple[Cell, ...], ...]:
+    """The cells of every lane's row. Without `costs`, F, I and W take one unit each and B two.
+
+    Compute actions are shown, each as wide as its label at least. If all times are multiples of one unit, every column
+    is that unit; otherwise a row has about `WIDEST / 16` characters and times are rounded to them. A row that labels
+    alone would make wider than `WIDEST` has the letter of every action only where its label does not fit.
+    """
+    costs = costs or uniform_costs(schedule.placement, edges)
+    graph, times = evaluate(schedule, None if schedule.is_lowered else edges, costs)
+    placed: list[list[Placed]] = []
+    for lane, actions in enumerate(schedule.lanes):
+        offset = int(graph.table.offset[lane])
+        tasks = [int(graph.task[offset + step]) for step in range(len(actions))]
+        placed.append(
+            [
+                (action, float(times.start_s[task]), float(times.stop_s[task]))
+                for action, task in zip(actions, tasks, strict=True)
+                if action.kind in COMPUTE
+            ]
+        )
+    crowded = schedule.stages > len(schedule.lanes)
+    labels = {action: _label(action, crowded) for lane in placed for action, _, _ in lane}
+    columns, end = _columns(placed, {action: len(label) + 1 for action, label in labels.items()})
+    if end > WIDEST:
+        columns, end = _columns(placed, dict.fromkeys(labels, 2))
+    return tuple(_row(lane, labels, columns, end) for lane in placed)
+
+
+def draw_grid(
+    schedule: Schedule,
+    costs: CostTable | None = None,
+    edges: tuple[Edge, ...] | None = None,
+    colour: bool = False,
+    held: Sequence[str] = (),
+) -> str:
+    """The grid as text; with `colour`, cells are set in the markup of rich, which its console prints in colour.
+
+    `held` says for every lane how much memory it uses; it stands in a column before the cells.
+    """
+    rows = grid_rows(schedule, costs, edges)
+    first = {lane: stage for stage, lane in reversed(list(enumerate(schedule.placement)))}
+    labels = [f"lane {lane}" for lane in range(len(rows))]
+    lines = []
+    if held:
+        wide = max(map(len, ("held", *held)))
+        labels = [
+            f"{label.ljust(len(labels[-1]))}  {text.rjust(wide)}" for label, text in zip(labels, held, strict=True)
+        ]
+        lines.append("held".rjust(len(labels[-1])))
+    for lane, row in enumerate(rows):
+        cells = "".join(_markup(cell, first[lane]) if colour else cell.text for cell in row)
+        lines.append(f"{labels[lane].ljust(len(labels[-1]))}  {cells}".rstrip())
+    return "\n".join(lines)
+
+
+def _label(action: Action, crowded: bool) -> str:
+    """`F3`; with the stage before it, `7F3`, where a lane holds several."""
+    text = f"{action.kind}{action.microbatch}" + (f"/{action.slice}" if action.slice else "")
+    return f"{action.stage}{text}" if crowded else text
+
+
+def _columns(
+    placed: Sequence[Sequence[Placed]], least: Mapping[Action, int]
+) -> tuple[dict[Action, tuple[int, int]], int]:
+    """First column of every action and the one behind its last, and the width of all.
+
+    Columns are in proportion to time, except that everything after an action that would be narrower than `least` is
+    moved to the right. What takes no time at all beside the rest is drawn where it stands in its lane.
+    """
+    end_s = max((stop for lane in placed for _, _, stop in lane), default=0.0) or 1.0
+    width = _width(placed, least, end_s)
+    events = sorted(
+        (start, stop, lane, step) for lane, row in enumerate(placed) for step, (_, start, stop) in enumerate(row)
+    )
+    starting = {time: list(group) for time, group in groupby(events, key=lambda event: event[0])}
+    columns: dict[Action, tuple[int, int]] = {}
+    ends: dict[float, list[Action]] = {}
+    reached = [0] * len(placed)
+    shift = floor = 0
+    for time in sorted({value for start, stop, _, _ in events for value in (start, stop)}):
+        wanted = round(time / end_s * width) + shift
+        column = max(wanted, floor, *(columns[one][0] + least[one] for one in ends.get(time, ())), 0)
+        shift += column - wanted
+        for one in ends.get(time, ()):
+            columns[one] = columns[one][0], column
+        for _, stop, lane, step in starting.get(time, ()):
+            action = placed[lane][step][0]
+            first = max(column, reached[lane])
+            columns[action] = first, first + least[action]
+            if stop > time:
+                ends.setdefault(stop, []).append(action)
+            else:
+                floor = max(floor, first + least[action])
+            reached[lane] = first + least[action]
+    return columns, max((last for _, last in columns.values()), default=0)
+
+
+def _width(placed: Sequence[Sequence[Placed]], least: Mapping[Action, int], end_s: float) -> float:
+    """Characters of a row: enough for every label where the times have a common unit."""
+    spans = [(least[action], start, stop) for lane in placed for action, start, stop in lane]
+    unit = _common_unit({start for _, start, _ in spans}, {stop - start for _, start, stop in spans})
+    if unit is not None:
+        width = max(math.ceil(wide / round((stop - start) / unit)) for wide, start, stop in spans)
+        if end_s / unit * width <= WIDEST:
+            return end_s / unit * width
+    return WIDEST / 16
+
+
+def _common_unit(starts: set[float], lengths: set[float]) -> float | None:
+    """The largest number that all values are multiples of, if there is one worth drawing."""
+    from fractions import Fraction
+
+    values = sorted({round(value, 12) for value in (*starts, *lengths)} - {0.0})
+    if not values or any(round(length, 12) <= 0 for length in lengths):
+        return None
+    exact = [Fraction(value).limit_denominator(10_000) for value in values]
+    if any(abs(float(e) - v) > 1e-9 * min(1.0, v) for e, v in zip(exact, values, strict=True)):
+        return None
+    denominator = math.lcm(*(value.denominator for value in exact))
+    return math.gcd(*(int(value * denominator) for value in exact)) / denominator or None
+
+
+def _row(
+    lane: Sequence[Placed], labels: Mapping[Action, str], columns: Mapping[Action, tuple[int, int]], end: int
+) -> tuple[Cell, ...]:
+    cells, reached = [], 0
+    for action, _, _ in lane:
+        first, last = columns[action]
+        if first > reached:
+            cells.append(Cell("." * (first - reached - 1) + " ", None))
+        width = last - first - 1
+        text = labels[action] if len(labels[action]) <= width else action.kind
+        cells.append(Cell(text.ljust(width, "-") + " ", action))
+        reached = last
+    if end > reached:
+        cells.append(Cell("." * (end - reached - 1) + " ", None))
+    return tuple(cells)
+
+
+def _markup(cell: Cell, first: int) -> str:
+    if cell.action is None:
+        return cell.text
+    return f"[{COLOURS[cell.action.kind][cell.action.stage != first]}]{cell.text[:-1]}[/] "
